@@ -1,0 +1,124 @@
+"""Every key of a run, its default and its unit, once. Experiments are differences from this file.
+
+``None`` means "derived"; the comment says from what. Fields left ``placeholder`` take their type's values.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config() -> ConfigDict:
+    c = ConfigDict()
+    c.name = "grpo"  # shown in tables and reports
+    c.seed = 0  # of the data order, the samples and the initial state; every key is folded from it
+
+    c.model = ConfigDict(dict(
+        path="tiny-policy",  # a name under rljax/assets, a Hugging Face directory, a hub name or a .gguf file
+        dtype="float32",  # of the parameters: float32 | bfloat16
+        remat="none",  # what the backward pass recomputes: none | layer (each layer's activations)
+        token_chunk=1024,  # completion tokens whose [tokens, vocabulary] logits are alive at once
+    ))
+
+    c.task = ConfigDict(dict(
+        name="arithmetic",  # a task of rljax/tasks
+        path="",  # data file of a file task; not used by arithmetic
+        seed=0,  # of the generated problems and of the split
+        train_prompts=1024,  # prompts of the fixed training set, visited once an epoch
+        eval_prompts=256,  # held-out prompts
+        mix="",  # arithmetic: "kind:weight,kind:weight"; "" is the task's own mix
+        shuffle_rewards=False,  # control: rewards permuted over the step's rollouts, so they say nothing
+    ))
+
+    c.rollout = ConfigDict(dict(
+        prompts=32,  # P, prompts with rollouts a step
+        samples=16,  # n, rollouts a prompt (CERO: the largest grant, N_max)
+        max_prompt_tokens=16,  # longer prompts are dropped and counted, never cut
+        max_new_tokens=10,  # T, tokens of a completion, the stop id included
+        temperature=1.0,  # 0 is greedy, and an error in training
+        top_k=0,  # 0 is off. On in training is an error: the recorded log-prob would be of another policy
+        top_p=1.0,  # 1 is off. On in training is an error
+        lanes=32,  # prompts that decode at once; each has its prefix cached once
+        slots=16,  # samples of one prompt that decode at once
+        segment=10,  # decode steps between refills of finished slots
+    ))
+
+    c.budget = ConfigDict(dict(
+        rule="uniform",  # uniform (n for every prompt) | cero
+        rollouts=81_920,  # B, rollouts of the whole run; training ends when they are spent
+        epochs=25,  # K, passes over the training prompts over which CERO spreads B (uniform: no limit)
+    ))
+
+    c.cero = ConfigDict(dict(  # methods: arXiv 2606.05606
+        eta=placeholder(float),  # learning per unit of q and rollout; default 4 M / B
+        step_theta=placeholder(float),  # dual step of a prompt's price; default eta / (4 N_max sqrt(K))
+        step_mu=placeholder(float),  # dual step of the budget's price; default 2.5 eta / (M N_max sqrt(K))
+        prior_alpha=1.0,  # Beta prior, successes
+        prior_beta=1.0,  # Beta prior, failures
+        discount=1.0,  # of the posterior's counts an epoch; 1 keeps all
+        success_threshold=0.5,  # a reward at or above is a success
+    ))
+
+    c.pods = ConfigDict(dict(  # methods: arXiv 2504.13818
+        rule="all",  # all | max_variance | max_reward | random | percentile
+        keep=placeholder(int),  # m, rollouts of a prompt to learn from; default: all n
+        normalize_over="kept",  # advantages from the statistics of: kept (the paper) | all
+    ))
+
+    c.advantage = ConfigDict(dict(
+        baseline="mean",  # mean | loo (leave one out, RLOO)
+        scale="std",  # std (GRPO) | none (Dr. GRPO)
+        eps=1e-6,  # added to the standard deviation
+    ))
+
+    c.loss = ConfigDict(dict(
+        objective="ppo",  # ppo | cispo
+        ratio="token",  # token | sequence (GSPO)
+        clip_low=0.2,  # ratio clipped to [1 - clip_low, 1 + clip_high]
+        clip_high=0.28,
+        dual_clip=placeholder(float),  # > 1; bound on the ratio where the advantage is negative. None is off
+        aggregate="token",  # token (DAPO) | sequence (GRPO) | constant (Dr. GRPO)
+        kl_coef=0.0,  # weight of KL(policy || reference); 0 keeps no reference
+        kl_kind="k2",  # of the loss: k1 | k2 | k3 (k1 has gradient 0, k3 a biased one)
+        correction="none",  # sampler to old policy: none | truncate (TIS) | mask (MIS)
+        correction_level="token",  # token | sequence
+        correction_low=0.0,  # mask: ratios below weigh 0
+        correction_high=2.0,  # truncate: ratios above are cut to it; mask: ratios above weigh 0
+    ))
+
+    c.learner = ConfigDict(dict(
+        learning_rate=1e-4,  # of AdamW, after warm-up
+        warmup_updates=5,  # linear from 0
+        schedule="constant",  # constant | cosine (to 0 at the last update that the budget allows)
+        adam_b1=0.9,
+        adam_b2=0.99,
+        adam_eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,  # global norm above is scaled down to it; 0 is off
+        minibatches=1,  # optimizer steps a batch and epoch
+        epochs=1,  # passes over a batch
+        micro_batches=1,  # gradient accumulation inside one optimizer step; changes memory, not the gradient
+    ))
+
+    c.mesh = ConfigDict(dict(  # devices along each axis; -1 takes what is left
+        data=-1,  # prompts
+        fsdp=1,  # prompts and parameters
+        tensor=1,  # heads, hidden units, vocabulary
+    ))
+
+    c.eval = ConfigDict(dict(
+        every=40,  # steps between evaluations; always before the first step and after the last. 0: only those
+        samples=4,  # k of avg@k at `temperature`
+        temperature=1.0,
+    ))
+
+    c.rewards = ConfigDict(dict(
+        workers=1,  # grading processes
+        cpu_seconds=2.0,  # CPU time an item may take; then it scores 0 and its worker is replaced
+        memory_mb=1024,  # address space of a worker
+    ))
+
+    c.checkpoint = ConfigDict(dict(
+        every=50,  # steps between saves; the last step is always saved. 0: only the last
+        keep=2,  # newest checkpoints kept
+    ))
+    return c

@@ -1,0 +1,150 @@
+"""Which prompts a step takes from the stream, and how many rollouts each is granted."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rljax.algos import cero
+from rljax.config import Config
+from rljax.prompts import Stream
+from rljax.types import Prompts
+
+_update = jax.jit(cero.update, static_argnums=0)
+_allocate = jax.jit(cero.allocate, static_argnums=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grants:
+    """prompts: those granted rollouts. counts: int32[P]. state: the allocator's, every draw accounted.
+
+    draws: prompts taken from the stream so far, those granted none included.
+    """
+
+    prompts: Prompts
+    counts: np.ndarray
+    state: Any
+    draws: int
+
+
+def from_config(config: Config, num_prompts: int) -> Uniform | Cero:
+    """The allocator that budget.rule names."""
+    size = {"budget": config.budget.rollouts, "prompts": config.rollout.prompts, "samples": config.rollout.samples}
+    if config.budget.rule == "uniform":
+        return Uniform(**size)
+    c = config.cero
+    return Cero(
+        **size,
+        cero=cero.Cero(
+            budget=config.budget.rollouts,
+            num_prompts=num_prompts,
+            epochs=config.budget.epochs,
+            n_max=config.rollout.samples,
+            eta=c.eta,
+            step_theta=c.step_theta,
+            step_mu=c.step_mu,
+            prior=(c.prior_alpha, c.prior_beta),
+            discount=c.discount,
+            success_threshold=c.success_threshold,
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Uniform:
+    """Every prompt of the stream gets n rollouts, until the budget is spent: GRPO. Its state is ()."""
+
+    budget: int
+    prompts: int
+    samples: int
+
+    def init(self):
+        return ()
+
+    def draw(self, stream: Stream, draws: int, spent: int, state) -> Grants:
+        """The next P prompts; the last grants may be a part, but never one rollout, which has no group."""
+        left = self.budget - spent
+        counts = np.clip(left - self.samples * np.arange(self.prompts), 0, self.samples)
+        counts = counts[counts >= 2].astype(np.int32)
+        prompts = stream.take(draws, len(counts))
+        return Grants(prompts=prompts, counts=counts, state=state, draws=draws + len(counts))
+
+    def over(self, draws: int, spent: int) -> bool:
+        return self.budget - spent < 2
+
+    def update(self, state, ids, rewards, valid):
+        return state
+
+    def metrics(self, state) -> dict[str, float]:
+        return {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cero:
+    """CERO's posterior and prices choose; prompts granted nothing use no slot (methods: algos/cero.py)."""
+
+    budget: int
+    prompts: int
+    samples: int
+    cero: cero.Cero
+
+    def init(self):
+        return cero.init(self.cero)
+
+    def draw(self, stream: Stream, draws: int, spent: int, state) -> Grants:
+        """Draws on until P prompts hold grants, the epochs are over or the budget is granted.
+
+        The prices move with every draw, so that a stretch of prompts below the budget's price ends.
+        """
+        ids, where, counts = [], [], []
+        while len(ids) < self.prompts and not self.over(draws, spent + sum(counts)):
+            chunk = stream.take(draws, min(self.prompts - len(ids), self._last_draw - draws))
+            padded = self._pad(chunk.ids, self.prompts)
+            granted = np.asarray(_allocate(self.cero, state, padded, reserved=jnp.int32(sum(counts))))
+            state = _update(
+                self.cero, state, *self._no_rows(), drawn_ids=padded, drawn_counts=granted
+            )
+            draws += len(chunk)
+            taken = granted[: len(chunk)] > 0
+            ids += chunk.ids[taken].tolist()
+            where += chunk.draws[taken].tolist()
+            counts += granted[: len(chunk)][taken].tolist()
+        prompts = stream.prompts.take(np.array(ids, np.int64), np.array(where, np.int64))
+        return Grants(prompts=prompts, counts=np.array(counts, np.int32), state=state, draws=draws)
+
+    @property
+    def _last_draw(self) -> int:
+        return self.cero.epochs * self.cero.num_prompts
+
+    def over(self, draws: int, spent: int) -> bool:
+        """Whether no prompt can be granted anything more."""
+        return draws >= self._last_draw or self.budget - spent < 2
+
+    def update(self, state, ids: np.ndarray, rewards: np.ndarray, valid: np.ndarray):
+        """Posterior and prices after the rewards [R] of a step's rollouts; ids are their prompts'."""
+        R = self.prompts * self.samples
+        none = self._pad(np.zeros(0, np.int64), self.prompts)
+        return _update(
+            self.cero,
+            state,
+            self._pad(ids, R),
+            np.pad(rewards.astype(np.float32), (0, R - len(rewards))),
+            np.pad(valid, (0, R - len(valid))),
+            drawn_ids=none,
+            drawn_counts=np.zeros(self.prompts, np.int32),
+        )
+
+    def metrics(self, state) -> dict[str, float]:
+        return {f"cero/{name}": float(value) for name, value in cero.metrics(self.cero, state).items()}
+
+    def _no_rows(self):
+        R = self.prompts * self.samples
+        return np.full(R, -1, np.int32), np.zeros(R, np.float32), np.zeros(R, bool)
+
+    @staticmethod
+    def _pad(ids: np.ndarray, size: int) -> np.ndarray:
+        return np.pad(ids.astype(np.int32), (0, size - len(ids)), constant_values=-1)

@@ -1,0 +1,191 @@
+"""Train a language model by reinforcement learning.
+
+    python -m rljax.main --config=configs/cero.py[:PRESET] [--workdir=DIR] [--dry_run] [--config.KEY=VALUE]
+
+configs/default.py lists every KEY. Exit status: 0 done; 2 refused, with the reason on stderr: a mistake in
+the command or the configuration, or a file that cannot be used; 1 anything unexpected, with its traceback.
+"""
+
+# No jax here, nor any module of rljax that imports it: worker processes import __main__ again.
+from __future__ import annotations
+
+import datetime
+import difflib
+import importlib.util
+import pathlib
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from absl import flags
+from ml_collections import config_flags
+
+import rljax
+from rljax import config as config_lib
+from rljax.config import Config, ConfigError
+
+
+def _train(config: Config, workdir: pathlib.Path) -> None:
+    from rljax import train
+
+    train.run(config, workdir)
+
+
+MODES: dict[str, Callable[[Config, pathlib.Path], None]] = {"train": _train}
+
+
+class Command(NamedTuple):
+    """A parsed command line."""
+
+    config: Config
+    workdir: pathlib.Path
+    mode: str
+    dry_run: bool
+
+
+class HelpRequested(Exception):
+    """--help; the message is the help."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line and returns its exit status."""
+    try:
+        command = parse(argv)
+        if command.dry_run:
+            print_config(command)
+        else:
+            MODES[command.mode](command.config, command.workdir)
+    except HelpRequested as help_text:
+        print(help_text)
+    except (ValueError, OSError, RuntimeError) as error:
+        if not _is_for_the_user(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(argv: Sequence[str]) -> Command:
+    """The command of argv (argv[0] is the program). Raises ConfigError that names the flag or key."""
+    values = flags.FlagValues()
+    flags.DEFINE_string("config", None, "a config file: FILE.py or FILE.py:PRESET", flag_values=values)
+    flags.DEFINE_string("workdir", None, "run folder (default: runs/NAME-TIME)", flag_values=values)
+    flags.DEFINE_enum("mode", "train", list(MODES), "what to do", flag_values=values)
+    flags.DEFINE_boolean("dry_run", False, "print the resolved config and exit", flag_values=values)
+    flags.DEFINE_boolean("help", False, "print this help and exit", flag_values=values)
+    values.set_gnu_getopt(True)
+    try:
+        _, *rest = values(list(argv), known_only=True)
+    except (flags.Error, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    if values.help:
+        raise HelpRequested(f"{__doc__}\n{values.get_help()}")
+    if not values.config:
+        raise ConfigError("--config is missing; give a config file, such as --config=configs/cero.py")
+    if values.workdir == "":
+        raise ConfigError("--workdir is empty; name a folder, or leave it out for runs/NAME-TIME")
+    config = config_lib.resolve(override(load(values.config), rest, list(values)))
+    workdir = values.workdir
+    if workdir is None:
+        workdir = f"runs/{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    return Command(config, pathlib.Path(workdir), values.mode, values.dry_run)
+
+
+def load(spec: str) -> Any:
+    """What get_config() of the file of "FILE.py" returns, or get_config(PRESET) of "FILE.py:PRESET"."""
+    name, colon, preset = spec.partition(":")
+    path = pathlib.Path(name)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, sorted(p.name for p in path.parent.glob("*.py")), n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else "; give the path of a .py file"
+        raise ConfigError(f"config file {name} does not exist{hint}")
+    _make_configs_importable(path)
+    source = importlib.util.spec_from_file_location("_rljax_config", path)
+    if source is None or source.loader is None:
+        raise ConfigError(f"config file {name} is not a .py file")
+    module = importlib.util.module_from_spec(source)
+    try:
+        source.loader.exec_module(module)
+        return module.get_config(preset) if colon else module.get_config()
+    except Exception as error:  # whatever the user's file does wrong, it is told by file and line
+        raise ConfigError(_config_file_error(name, path, error)) from error
+
+
+def override(config: Any, args: Sequence[str], known_flags: Sequence[str]) -> Any:
+    """The config after the ``--config.key=value`` of args; whatever else is in args is an error."""
+    for arg in args:
+        key = re.match(r"--?(?:no)?config\.([^=]*)", arg)
+        if key:
+            config_lib.check_key(key.group(1))
+        elif re.match(r"--?[A-Za-z_]", arg):
+            name = arg.lstrip("-").split("=")[0]
+            known = [*known_flags, *(f"config.{key}" for key in config_lib.KEYS)]
+            near = difflib.get_close_matches(name, known, n=1)
+            listing = ", ".join(f"--{known}" for known in (*known_flags, "config.KEY"))
+            hint = f"did you mean --{near[0]}?" if near else f"known: {listing}"
+            raise ConfigError(f"unknown flag --{name}; {hint}")
+    values = flags.FlagValues()
+    try:
+        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=["", *args])
+        left = values(["", *args])[1:]
+    except TypeError as error:
+        raise ConfigError(f"get_config() returned a {type(config).__name__}: {error}") from error
+    except (flags.Error, AttributeError, KeyError, ValueError) as error:
+        bad = re.match(r"flag --config\.([\w.]+)=(.*?): ", str(error), re.DOTALL)
+        if bad is None:
+            raise ConfigError(str(error)) from error
+        key, value = bad.groups()
+        wanted = config_lib.KEYS[key].type.__name__
+        raise ConfigError(f"--config.{key}={value} is not of type {wanted}; give one that is") from error
+    if left:
+        raise ConfigError(f"unexpected argument {left[0]!r}; write options as --name=value")
+    return config
+
+
+def print_config(command: Command) -> None:
+    """The resolved configuration as a table on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("key", "value", title=f"{command.mode} in {command.workdir}", title_justify="left")
+    for key, value in config_lib.flat(command.config).items():
+        table.add_row(key, repr(value))
+    Console().print(table)
+
+
+def _make_configs_importable(path: pathlib.Path) -> None:
+    """Puts first on sys.path the folder whose ``configs`` package a config file imports.
+
+    That is the file's own, <folder>/configs/<file>.py, else the one beside this package (a checkout); so a
+    config runs from any working directory and takes its defaults from its own checkout.
+    """
+    for folder in (path.resolve().parent.parent, pathlib.Path(rljax.__file__).resolve().parent.parent):
+        if (folder / "configs" / "default.py").is_file():
+            if str(folder) not in sys.path[:1]:
+                sys.path.insert(0, str(folder))
+            return
+
+
+def _config_file_error(name: str, path: pathlib.Path, error: Exception) -> str:
+    if isinstance(error, ValueError):  # a preset, or a value, that the file itself refuses in words
+        return f"config file {name}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if pathlib.Path(frame.filename).resolve() == path.resolve()]
+    line = f", line {lines[-1]}" if lines else ""
+    return f"config file {name}{line}: {type(error).__name__}: {error}"
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Whether rljax raised the error itself, by a raise statement, to tell the user something.
+
+    Any other error (of jax, of a file system, of unpacking a tuple) is unexpected and keeps its traceback.
+    """
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    package = pathlib.Path(rljax.__file__).parent
+    return pathlib.Path(last.filename).is_relative_to(package) and str(last.line).startswith("raise ")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

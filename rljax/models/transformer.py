@@ -1,0 +1,244 @@
+"""One decoder for every supported family, as a Flax NNX module split once into (graphdef, params).
+
+`Model` is the static half: hashable, so that it can be a static argument of jit. Parameters are a nested dict of
+arrays; every method takes them first. Weights are stored [in, out] and stacked along a leading layer axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rljax.models import attention
+from rljax.models.config import ModelConfig
+
+
+class KV(NamedTuple):
+    """Keys (rotated) and values of all layers: [L, P, G, KV, C, D] of rows, or [L, P, KV, S, D] of prefixes."""
+
+    k: Any
+    v: Any
+
+
+class Prefix(NamedTuple):
+    """P prompts' keys and values, which of their S columns are real, and each column's position."""
+
+    kv: KV
+    valid: Any  # bool[P, S]
+    positions: Any  # int32[P, S]
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and gated MLP of one layer."""
+
+    def __init__(self, c: ModelConfig, rngs: nnx.Rngs, dtype):
+        def weight(shape, axes):
+            value = jax.random.normal(rngs.params(), shape, jnp.float32) * shape[0] ** -0.5
+            return nnx.Param(value.astype(dtype), axes=("layers", *axes))
+
+        def constant(value, size, axis):
+            return nnx.Param(jnp.full((size,), value, dtype), axes=("layers", axis))
+
+        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        self.attn_norm = constant(1, c.hidden_size, "embed_norm")
+        self.q = weight((c.hidden_size, q_size), ("embed", "heads"))
+        self.k = weight((c.hidden_size, kv_size), ("embed", "kv_heads"))
+        self.v = weight((c.hidden_size, kv_size), ("embed", "kv_heads"))
+        self.o = weight((q_size, c.hidden_size), ("heads", "embed"))
+        if c.qkv_bias:
+            self.q_bias = constant(0, q_size, "heads")
+            self.k_bias = constant(0, kv_size, "kv_heads")
+            self.v_bias = constant(0, kv_size, "kv_heads")
+        if c.qk_norm:
+            self.q_norm = constant(1, c.head_dim, "head_norm")
+            self.k_norm = constant(1, c.head_dim, "head_norm")
+        self.mlp_norm = constant(1, c.hidden_size, "embed_norm")
+        self.gate = weight((c.hidden_size, c.intermediate_size), ("embed", "mlp"))
+        self.up = weight((c.hidden_size, c.intermediate_size), ("embed", "mlp"))
+        self.down = weight((c.intermediate_size, c.hidden_size), ("mlp", "embed"))
+        self.config = c
+
+    def qkv(self, x, cos, sin):
+        """x[..., E] → q[..., H, D], k[..., KV, D], v[..., KV, D]; q and k rotated."""
+        c = self.config
+        h = rms_norm(x, self.attn_norm[...], c.norm_eps)
+        q, k, v = h @ self.q[...], h @ self.k[...], h @ self.v[...]
+        if c.qkv_bias:
+            q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
+        q = q.reshape(*x.shape[:-1], c.num_heads, c.head_dim)
+        k = k.reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim)
+        v = v.reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim)
+        if c.qk_norm:
+            q = rms_norm(q, self.q_norm[...], c.norm_eps)
+            k = rms_norm(k, self.k_norm[...], c.norm_eps)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def finish(self, x, attended):
+        """Residual of attention [..., H, D], then the MLP."""
+        x = x + attended.reshape(*x.shape[:-1], -1) @ self.o[...]
+        h = rms_norm(x, self.mlp_norm[...], self.config.norm_eps)
+        return x + (jax.nn.silu(h @ self.gate[...]) * (h @ self.up[...])) @ self.down[...]
+
+
+class Decoder(nnx.Module):
+    """Embedding, L blocks and the output head."""
+
+    def __init__(self, c: ModelConfig, rngs: nnx.Rngs, dtype):
+        embed = jax.random.normal(rngs.params(), (c.vocab_size, c.hidden_size), jnp.float32) * 0.02
+        self.embed = nnx.Param(embed.astype(dtype), axes=("vocab", "embed"))
+        self.layers = nnx.vmap(lambda r: Block(c, r, dtype))(rngs.split(c.num_layers))
+        self.norm = nnx.Param(jnp.ones((c.hidden_size,), dtype), axes=("embed_norm",))
+        if not c.tie_embeddings:
+            head = jax.random.normal(rngs.params(), (c.hidden_size, c.vocab_size), jnp.float32)
+            self.head = nnx.Param((head * c.hidden_size**-0.5).astype(dtype), axes=("embed", "vocab"))
+        self.config = c
+
+    def extend(self, tokens, positions, valid, prefix: Prefix | None, remat: str):
+        """hidden[P, G, T, E] and each layer's own keys and values, of rows after an optional shared prefix."""
+        x, cos, sin = self._embed(tokens, positions)
+        window = self.config.sliding_window
+        mask = attention.visible(positions, positions, valid, window)
+        prefix_mask = None if prefix is None else _prefix_mask(prefix, positions, window)
+        graphdef, stacked = nnx.split(self.layers)
+
+        def layer(x, xs):
+            weights, own_prefix = xs
+            block = nnx.merge(graphdef, weights)
+            q, k, v = block.qkv(x, cos, sin)
+            k, v = jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3)
+            shared = () if own_prefix is None else (own_prefix.k, own_prefix.v, prefix_mask)
+            x = block.finish(x, attention.attend(q, k, v, mask, *shared))
+            return x, KV(k, v)
+
+        body = {"none": layer, "layer": jax.checkpoint(layer)}[remat]
+        x, kv = jax.lax.scan(body, x, (stacked, None if prefix is None else prefix.kv))
+        return rms_norm(x, self.norm[...], self.config.norm_eps), kv
+
+    def decode(self, tokens, positions, index, prefix: Prefix, cache: KV, column):
+        """One token a row; its key and value go into `column` of the cache, in place inside a loop.
+
+        The cache is a ring of C columns that all rows write at the same place, so a write is one slice and a row
+        may start at any time: column c was written (column - c) mod C steps ago, and belongs to the row if the
+        row has lived that long. index: int32[P, G], the row's steps before this one (at most C - 1).
+        """
+        x, cos, sin = self._embed(tokens[..., None], positions[..., None])
+        window = self.config.sliding_window
+        age = (column - jnp.arange(cache.k.shape[4])) % cache.k.shape[4]
+        key_positions = positions[..., None] - age
+        mask = attention.visible(positions[..., None], key_positions, age <= index[..., None], window)
+        prefix_mask = _prefix_mask(prefix, positions[..., None], window)
+        graphdef, stacked = nnx.split(self.layers)
+
+        def layer(i, carry):
+            x, cache = carry
+            pick = functools.partial(jax.lax.dynamic_index_in_dim, index=i, axis=0, keepdims=False)
+            block = nnx.merge(graphdef, jax.tree.map(pick, stacked))
+            q, k, v = block.qkv(x, cos, sin)
+            put = lambda buffer, new: jax.lax.dynamic_update_slice(
+                buffer, jnp.swapaxes(new, 2, 3)[None].astype(buffer.dtype), (i, 0, 0, 0, column, 0)
+            )
+            cache = KV(put(cache.k, k), put(cache.v, v))
+            own, shared = jax.tree.map(pick, (cache, prefix.kv))
+            out = attention.attend(q, own.k, own.v, mask, shared.k, shared.v, prefix_mask)
+            return block.finish(x, out), cache
+
+        x, cache = jax.lax.fori_loop(0, self.config.num_layers, layer, (x, cache))
+        return rms_norm(x[..., 0, :], self.norm[...], self.config.norm_eps), cache
+
+    def unembed(self, hidden):
+        """hidden[..., E] → float32 logits[..., V]."""
+        head = self.embed[...].T if self.config.tie_embeddings else self.head[...]
+        return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+    def _embed(self, tokens, positions):
+        angles = positions[..., None].astype(jnp.float32) * self.config.inverse_frequencies()
+        return self.embed[...][tokens], jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+
+
+def rms_norm(x, weight, eps):
+    """x / rms(x) * weight over the last axis, computed in float32."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return y.astype(x.dtype) * weight
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding of x[..., heads, D]; feature i pairs with i + D/2, as Hugging Face stores them."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _prefix_mask(prefix: Prefix, positions, window):
+    if window is None:  # every prefix token precedes every row token
+        return prefix.valid[:, None, None, :]
+    return attention.visible(positions, prefix.positions[:, None], prefix.valid[:, None], window)
+
+
+@functools.lru_cache
+def _abstract(config: ModelConfig, dtype: str):
+    """(graphdef, abstract state) of a decoder; nothing is allocated."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), jnp.dtype(dtype))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The static half of a decoder. remat: "none" | "layer", what the backward pass recomputes."""
+
+    config: ModelConfig
+    remat: str = "none"
+
+    def init(self, key, dtype="float32"):
+        """Random parameters: a nested dict of arrays."""
+        return nnx.to_pure_dict(nnx.state(Decoder(self.config, nnx.Rngs(key), jnp.dtype(dtype))))
+
+    def abstract_params(self, dtype="float32"):
+        """Shapes and dtypes of the parameters."""
+        return nnx.to_pure_dict(_abstract(self.config, dtype)[1])
+
+    def axes(self):
+        """Logical axis names of every parameter, in the parameters' tree."""
+        state = _abstract(self.config, "float32")[1]
+        flat = {path: variable.get_metadata("axes") for path, variable in nnx.to_flat_state(state)}
+        return nnx.traversals.unflatten_mapping(flat)
+
+    def prefill(self, params, tokens, valid) -> Prefix:
+        """Keys and values of prompts. tokens: int32[P, S]; valid: bool[P, S], padding at either side."""
+        positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0).astype(jnp.int32)
+        _, kv = self._decoder(params).extend(
+            tokens[:, None], positions[:, None], valid[:, None], None, self.remat
+        )
+        return Prefix(jax.tree.map(lambda a: a[:, :, 0], kv), valid, positions)
+
+    def extend(self, params, tokens, valid, prefix: Prefix | None = None):
+        """hidden[P, G, T, E] of rows that continue their prompt's prefix. tokens, valid: [P, G, T]."""
+        positions = jnp.maximum(jnp.cumsum(valid, axis=-1) - 1, 0).astype(jnp.int32)
+        if prefix is not None:
+            positions += jnp.sum(prefix.valid, axis=1, dtype=jnp.int32)[:, None, None]
+        return self._decoder(params).extend(tokens, positions, valid, prefix, self.remat)[0]
+
+    def decode(self, params, tokens, positions, index, prefix: Prefix, cache: KV, column):
+        """hidden[P, G, E] of one more token a row, and the cache with it; see Decoder.decode."""
+        return self._decoder(params).decode(tokens, positions, index, prefix, cache, column)
+
+    def unembed(self, params, hidden):
+        """float32 logits[..., V]."""
+        return self._decoder(params).unembed(hidden)
+
+    def _decoder(self, params) -> Decoder:
+        return nnx.merge(_abstract(self.config, "float32")[0], params)
+
+
+def logits(model: Model, params, tokens, lengths=None):
+    """Next-token logits float32[B, S, V] of right-padded rows int32[B, S] of `lengths` int32[B] (default: all S)."""
+    tokens = jnp.asarray(tokens)
+    if lengths is None:
+        valid = jnp.ones(tokens.shape, bool)
+    else:
+        valid = jnp.arange(tokens.shape[1]) < jnp.asarray(lengths)[:, None]
+    hidden = model.extend(params, tokens[:, None], valid[:, None])[:, 0]
+    return model.unembed(params, hidden)

@@ -1,0 +1,51 @@
+"""Prompts and counts → rollouts: the engine, run with a config's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from rljax import sampling
+from rljax.config import RolloutOptions
+from rljax.models import Model
+from rljax.types import Prompts, Rollouts
+
+
+def generate(
+    model: Model,
+    params,
+    prompts: Prompts,
+    counts: np.ndarray,
+    *,
+    key: jax.Array,
+    options: RolloutOptions,
+    stop_ids: Sequence[int],
+    temperature: float | Sequence[float] | None = None,
+    lanes: int | None = None,
+    slots: int | None = None,
+    on_finished: Callable[[Rollouts, np.ndarray], None] | None = None,
+) -> Rollouts:
+    """counts[P] completions of each prompt, by the options' limits, temperature and lanes × slots.
+
+    temperature, lanes, slots: instead of the options' (evaluation has others). on_finished: sampling.generate.
+    """
+    return sampling.generate(
+        model,
+        params,
+        prompts.tokens,
+        num_samples=counts,
+        max_new_tokens=options.max_new_tokens,
+        key=key,
+        temperature=options.temperature if temperature is None else temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        stop_ids=stop_ids,
+        draws=prompts.draws,
+        lanes=options.lanes if lanes is None else lanes,
+        slots=options.slots if slots is None else slots,
+        segment=options.segment,
+        prompt_capacity=options.max_prompt_tokens,
+        on_finished=on_finished,
+    )

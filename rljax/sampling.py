@@ -1,0 +1,449 @@
+"""Prefill and decode on token arrays: a pool of lanes × slots, refilled between segments. No text here.
+
+A lane is bound to one prompt, whose keys and values it holds once; its slots decode that prompt's samples. A slot
+whose row has ended takes the prompt's next sample; a lane with none left takes the next prompt. Rows start at any
+time, so caches and outputs are rings that all rows write at the same column (Decoder.decode).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rljax import sharding
+from rljax.models import logprobs
+from rljax.models.transformer import KV, Model, Prefix
+from rljax.types import Array, Rollouts, pytree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The static half of a pool. Each distinct value compiles once.
+
+    prompt_tokens: S. columns: C, the most tokens a row may have. segment: decode steps between refills.
+    top_k, top_p, min_p: filters of the sampled distribution (0, 1, 0 are off). top_logprobs: k recorded a token.
+    """
+
+    lanes: int
+    slots: int
+    prompt_tokens: int
+    columns: int
+    segment: int
+    stop_ids: tuple[int, ...]
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_logprobs: int = 0
+
+
+@pytree
+class Pool:
+    """Device state of the engine; every array leads with lanes (caches: layers, then lanes)."""
+
+    prefix: Prefix
+    first: Array  # int32[lanes], the last prompt token: each row's first input
+    draw: Array  # uint32[lanes]
+    cache: KV  # [L, lanes, slots, KV, C, D]
+    token: Array  # int32[lanes, slots], the next input
+    index: Array  # int32[lanes, slots], tokens sampled so far
+    limit: Array  # int32[lanes, slots], the most tokens of the row
+    sample: Array  # int32[lanes, slots]
+    temperature: Array  # float32[lanes, slots]
+    active: Array  # bool[lanes, slots]
+    truncated: Array  # bool[lanes, slots]
+    tokens: Array  # int32[lanes, slots, C], a ring
+    logprobs: Array  # float32[lanes, slots, C]
+    top_ids: Array  # int32[lanes, slots, C, k]
+    top_logprobs: Array  # float32[lanes, slots, C, k]
+    clock: Array  # int32[], decode steps so far
+
+
+@pytree
+class Refill:
+    """Rows that start at a segment's begin, by slot. start: bool[lanes, slots]; the rest as in Pool."""
+
+    start: Array
+    sample: Array
+    limit: Array
+    temperature: Array
+
+
+def filter_logits(logits, top_k: int, top_p: float, min_p: float):
+    """Logits[..., V] with everything outside the filters at -inf; the most likely token always stays."""
+    if top_k > 0:
+        kth = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][..., -1:]
+        logits = jnp.where(logits < kth, -jnp.inf, logits)
+    if top_p < 1.0:
+        probs = jnp.sort(jax.nn.softmax(logits, axis=-1), axis=-1, descending=True)
+        before = jnp.cumsum(probs, axis=-1) - probs  # mass of the likelier tokens
+        least = jnp.min(jnp.where(before < top_p, probs, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(jax.nn.softmax(logits, axis=-1) < least, -jnp.inf, logits)
+    if min_p > 0.0:
+        logits = jnp.where(logits < jnp.max(logits, axis=-1, keepdims=True) + jnp.log(min_p), -jnp.inf, logits)
+    return logits
+
+
+def inverse_cdf(logits, uniforms):
+    """One draw a row from softmax(logits[..., V]), given uniforms[...] in [0, 1).
+
+    Two levels (blocks, then tokens of the block): one uniform a row, where Gumbel noise would take V. A token of
+    probability 0 is never drawn.
+    """
+    V = logits.shape[-1]
+    width = max(1, int(np.ceil(np.sqrt(V))))
+    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    weights = jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, -V % width)])
+    weights = weights.reshape(*weights.shape[:-1], -1, width)
+
+    def pick(mass, target):
+        upto = jnp.cumsum(mass, axis=-1)
+        # Rounding may leave the target at or past the last sum; the last index with mass takes it then.
+        target = jnp.minimum(target, upto[..., -1] * (1 - 1e-6))
+        chosen = jnp.argmax((upto > target[..., None]) & (mass > 0), axis=-1)
+        rest = target - jnp.take_along_axis(upto - mass, chosen[..., None], axis=-1)[..., 0]
+        return chosen, jnp.maximum(rest, 0)
+
+    blocks = weights.sum(axis=-1)
+    block, rest = pick(blocks, uniforms * blocks.sum(axis=-1))
+    inside = jnp.take_along_axis(weights, block[..., None, None], axis=-2)[..., 0, :]
+    return (block * width + pick(inside, rest)[0]).astype(jnp.int32)
+
+
+def row_uniforms(key, draw, sample, position):
+    """float32[lanes, slots] from fold_in(key, draw, sample, position): mesh and layout change nothing."""
+
+    def one(draw, sample, position):
+        k = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, draw), sample), position)
+        return jax.random.uniform(k)
+
+    return jax.vmap(jax.vmap(one, (None, 0, 0)))(draw, sample, position)
+
+
+def choose(logits, temperature, uniforms, shape: Shape):
+    """(ids, log-probs, top ids, top log-probs) of the next tokens; temperature 0 takes the most likely one."""
+    greedy = temperature <= 0
+    if shape.top_k > 0 or shape.top_p < 1.0 or shape.min_p > 0.0:
+        # Filters act on the tempered distribution; afterwards the temperature is already in the logits.
+        logits = filter_logits(logprobs.scale(logits, temperature), shape.top_k, shape.top_p, shape.min_p)
+        temperature = jnp.ones_like(temperature)
+    drawn = inverse_cdf(logprobs.scale(logits, temperature), uniforms)
+    ids = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), drawn)
+    chosen = logprobs.token_logprobs(logits, ids, temperature)
+    if shape.top_logprobs == 0:
+        none = jnp.zeros((*ids.shape, 0))
+        return ids, chosen, none.astype(jnp.int32), none
+    scaled = logprobs.scale(logits, temperature)
+    top, top_ids = jax.lax.top_k(scaled, shape.top_logprobs)
+    return ids, chosen, top_ids, top - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
+
+
+def _new_pool(model: Model, dtype, shape: Shape) -> Pool:
+    c, lanes, slots, C = model.config, shape.lanes, shape.slots, shape.columns
+
+    def kv(*middle):
+        return KV(*(jnp.zeros((c.num_layers, lanes, *middle, c.head_dim), dtype) for _ in KV._fields))
+
+    S = shape.prompt_tokens
+    ints = jnp.zeros((lanes, slots), jnp.int32)
+    return Pool(
+        prefix=Prefix(kv(c.num_kv_heads, S), jnp.zeros((lanes, S), bool), jnp.zeros((lanes, S), jnp.int32)),
+        first=jnp.zeros(lanes, jnp.int32),
+        draw=jnp.zeros(lanes, jnp.uint32),
+        cache=kv(slots, c.num_kv_heads, C),
+        token=ints,
+        index=ints,
+        limit=ints,
+        sample=ints,
+        temperature=jnp.ones((lanes, slots), jnp.float32),
+        active=ints > 0,
+        truncated=ints > 0,
+        tokens=jnp.zeros((lanes, slots, C), jnp.int32),
+        logprobs=jnp.zeros((lanes, slots, C), jnp.float32),
+        top_ids=jnp.zeros((lanes, slots, C, shape.top_logprobs), jnp.int32),
+        top_logprobs=jnp.zeros((lanes, slots, C, shape.top_logprobs), jnp.float32),
+        clock=jnp.zeros((), jnp.int32),
+    )
+
+
+@functools.lru_cache
+def _pool_maker(model: Model, dtype, shape: Shape, mesh):
+    make = functools.partial(_new_pool, model, dtype, shape)
+    return jax.jit(make, out_shardings=_pool_shardings(mesh, jax.eval_shape(make)))
+
+
+def _pool_shardings(mesh, pool: Pool) -> Pool:
+    """Lanes are split as prompts are; the heads of the caches over the tensor axis where they divide."""
+    heads = pool.cache.k.shape[3]
+    split = "kv_heads" if heads % sharding.size(mesh, "kv_heads") == 0 else None
+    spec = functools.partial(sharding.named, mesh, "layers", "prompts")
+    rest = sharding.by_prompt(mesh, dataclasses.replace(pool, cache=(), clock=(), prefix=()))
+    return dataclasses.replace(
+        rest,
+        cache=KV(*[spec(None, split, None, None)] * 2),
+        prefix=Prefix(
+            KV(*[spec(split, None, None)] * 2), *[sharding.named(mesh, "prompts", None)] * 2
+        ),
+        clock=sharding.replicated(mesh),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="pool")
+def _bind(params, pool: Pool, lanes, tokens, lengths, draws, *, model: Model) -> Pool:
+    """Prefills W prompts into `lanes` int32[W]; a lane number past the end is padding and writes nothing."""
+    S = tokens.shape[1]
+    prefix = model.prefill(params, tokens, jnp.arange(S) < lengths[:, None] - 1)
+    last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
+
+    def put(old, new):
+        return old.at[lanes].set(new.astype(old.dtype), mode="drop")
+
+    def put_layers(old, new):
+        return old.at[:, lanes].set(new.astype(old.dtype), mode="drop")
+
+    return dataclasses.replace(
+        pool,
+        prefix=Prefix(
+            jax.tree.map(put_layers, pool.prefix.kv, prefix.kv),
+            put(pool.prefix.valid, prefix.valid),
+            put(pool.prefix.positions, prefix.positions),
+        ),
+        first=put(pool.first, last),
+        draw=put(pool.draw, draws),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("model", "shape"), donate_argnames="pool")
+def _decode_segment(params, pool: Pool, refill: Refill, key, *, model: Model, shape: Shape) -> Pool:
+    """Starts the refilled rows, then decodes until the segment's steps are done or no row is active."""
+    new = refill.start
+    pool = dataclasses.replace(
+        pool,
+        token=jnp.where(new, pool.first[:, None], pool.token),
+        index=jnp.where(new, 0, pool.index),
+        limit=jnp.where(new, refill.limit, pool.limit),
+        sample=jnp.where(new, refill.sample, pool.sample),
+        temperature=jnp.where(new, refill.temperature, pool.temperature),
+        active=pool.active | new,
+        truncated=pool.truncated & ~new,
+    )
+    prefix, prompt_end = pool.prefix, jnp.sum(pool.prefix.valid, axis=1, dtype=jnp.int32)[:, None]
+    stops = jnp.asarray(shape.stop_ids, jnp.int32)
+
+    def write(ring, value, column):
+        value = jnp.expand_dims(value, 2).astype(ring.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(ring, value, column, axis=2)
+
+    def step(carry):
+        steps, p = carry
+        column = p.clock % shape.columns
+        hidden, cache = model.decode(params, p.token, prompt_end + p.index, p.index, prefix, p.cache, column)
+        uniforms = row_uniforms(key, p.draw, p.sample, p.index)
+        ids, chosen, top_ids, top = choose(model.unembed(params, hidden), p.temperature, uniforms, shape)
+        index = p.index + p.active
+        ended = jnp.isin(ids, stops)
+        full = index >= p.limit
+        return steps + 1, dataclasses.replace(
+            p,
+            cache=cache,
+            token=ids,
+            index=index,
+            truncated=p.truncated | (p.active & full & ~ended),
+            active=p.active & ~ended & ~full,
+            tokens=write(p.tokens, ids, column),
+            logprobs=write(p.logprobs, chosen, column),
+            top_ids=write(p.top_ids, top_ids, column),
+            top_logprobs=write(p.top_logprobs, top, column),
+            clock=p.clock + 1,
+        )
+
+    pool = dataclasses.replace(pool, prefix=())  # not in the loop's carry: it does not change
+    _, pool = jax.lax.while_loop(
+        lambda c: (c[0] < shape.segment) & jnp.any(c[1].active), step, (jnp.zeros((), jnp.int32), pool)
+    )
+    return dataclasses.replace(pool, prefix=prefix)
+
+
+class _Board:
+    """Host-side bookkeeping: which lane holds which prompt, which slot which sample, and what has ended."""
+
+    def __init__(self, counts: np.ndarray, shape: Shape, width: int):
+        self.counts, self.shape = counts, shape
+        self.offset = np.concatenate([[0], np.cumsum(counts)])  # first row of each prompt
+        R, k = int(self.offset[-1]), shape.top_logprobs
+        group = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        self.rollouts = Rollouts(
+            tokens=np.zeros((R, width), np.int32),
+            logprobs=np.zeros((R, width), np.float32),
+            lengths=np.zeros(R, np.int32),
+            group=group,
+            sample=(np.arange(R) - self.offset[group]).astype(np.int32),
+            truncated=np.zeros(R, bool),
+            top_ids=np.zeros((R, width, k), np.int32),
+            top_logprobs=np.zeros((R, width, k), np.float32),
+        )
+        self.waiting = [p for p in range(len(counts)) if counts[p] > 0][::-1]  # next prompt last
+        self.lane_prompt = np.full(shape.lanes, -1)
+        self.next_sample = np.zeros(len(counts), np.int64)
+        self.row = np.full((shape.lanes, shape.slots), -1)  # row that a slot decodes, -1 idle
+        self.start = np.zeros((shape.lanes, shape.slots), np.int64)  # clock at which it began
+        self.clock = 0
+
+    def bind(self) -> list[tuple[int, int]]:
+        """(lane, prompt) of the lanes that take a new prompt now."""
+        bound = []
+        for lane in np.flatnonzero((self.row < 0).all(axis=1)):
+            held = self.lane_prompt[lane]
+            if held >= 0 and self.next_sample[held] < self.counts[held]:
+                continue
+            self.lane_prompt[lane] = self.waiting.pop() if self.waiting else -1
+            if self.lane_prompt[lane] >= 0:
+                bound.append((int(lane), int(self.lane_prompt[lane])))
+        return bound
+
+    def refill(self, limits: np.ndarray, temperatures: np.ndarray) -> Refill:
+        """Fills idle slots with their lane's next samples. limits: [R]; temperatures: by sample, last repeated."""
+        grid = self.row.shape
+        out = Refill(
+            start=np.zeros(grid, bool),
+            sample=np.zeros(grid, np.int32),
+            limit=np.zeros(grid, np.int32),
+            temperature=np.ones(grid, np.float32),
+        )
+        for lane, prompt in enumerate(self.lane_prompt):
+            if prompt < 0:
+                continue
+            free = np.flatnonzero(self.row[lane] < 0)[: self.counts[prompt] - self.next_sample[prompt]]
+            samples = self.next_sample[prompt] + np.arange(len(free))
+            self.next_sample[prompt] += len(free)
+            self.row[lane, free] = self.offset[prompt] + samples
+            self.start[lane, free] = self.clock
+            out.start[lane, free] = True
+            out.sample[lane, free] = samples
+            out.limit[lane, free] = limits[self.row[lane, free]]
+            out.temperature[lane, free] = temperatures[np.minimum(samples, len(temperatures) - 1)]
+        return out
+
+    def harvest(self, pool: Pool) -> np.ndarray:
+        """Copies rows that have ended out of the pool; returns their row numbers."""
+        active, self.clock = jax.device_get((pool.active, pool.clock))
+        self.clock = int(self.clock)
+        lanes, slots = np.nonzero((self.row >= 0) & ~active)
+        if len(lanes) == 0:
+            return np.zeros(0, np.int64)
+        rows, r = self.row[lanes, slots], self.rollouts
+        index, truncated, *rings = jax.device_get(
+            (pool.index, pool.truncated, pool.tokens, pool.logprobs, pool.top_ids, pool.top_logprobs)
+        )
+        r.lengths[rows] = index[lanes, slots]
+        r.truncated[rows] = truncated[lanes, slots]
+        steps = np.arange(r.tokens.shape[1])
+        columns = (self.start[lanes, slots][:, None] + steps) % self.shape.columns
+        inside = steps < r.lengths[rows][:, None]
+        for ring, out in zip(rings, (r.tokens, r.logprobs, r.top_ids, r.top_logprobs), strict=True):
+            values = ring[lanes[:, None], slots[:, None], columns]
+            out[rows] = np.where(inside.reshape(*inside.shape, *[1] * (values.ndim - 2)), values, 0)
+        self.row[lanes, slots] = -1
+        return rows
+
+
+def generate(
+    model: Model,
+    params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_samples: int | Sequence[int],
+    max_new_tokens: int | Sequence[int],
+    key: jax.Array,
+    temperature: float | Sequence[float] = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    stop_ids: Sequence[int] = (),
+    top_logprobs: int = 0,
+    draws: Sequence[int] | None = None,
+    lanes: int | None = None,
+    slots: int | None = None,
+    segment: int = 32,
+    prompt_capacity: int | None = None,
+    on_finished: Callable[[Rollouts, np.ndarray], None] | None = None,
+) -> Rollouts:
+    """Samples completions of P tokenised prompts; each prompt is prefilled once.
+
+    num_samples: of every prompt, or P counts (0 skips a prompt). max_new_tokens: of every row, or one limit a row
+    (rows sorted by prompt, then sample); a stop id counts. temperature: of every row, or one a sample (the last is
+    repeated); 0 is greedy. stop_ids end a row and stay in it. top_logprobs: k most likely tokens recorded a step.
+    draws: int[P], the coordinates of the random keys fold_in(key, draw, sample, position); default 0…P-1.
+    lanes × slots rows decode at once (default: everything). prompt_capacity: pads prompts to at least this.
+    on_finished(rollouts, rows) is called between segments with the rows that have just ended.
+    Returns Rollouts with R rows. Raises ValueError for an empty prompt or a size below 1.
+    """
+    counts = np.broadcast_to(np.asarray(num_samples, np.int64), (len(prompts),))
+    R = int(counts.sum())
+    limits = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (R,))
+    empty = [i for i, p in enumerate(prompts) if len(p) == 0]
+    if empty:
+        raise ValueError(f"prompt {empty[0]} has no tokens; a prompt needs at least one to continue from")
+    if R and limits.min() < 1:
+        raise ValueError(f"max_new_tokens={int(limits.min())}; a row needs room for at least one token")
+    mesh = sharding.mesh_of(params)
+    shards = sharding.size(mesh, "prompts")
+    lanes = -(-max(1, len(prompts)) // shards) * shards if lanes is None else lanes
+    if lanes % shards:
+        raise ValueError(f"lanes={lanes} does not divide over the {shards} devices that split prompts")
+    longest = max((len(p) for p in prompts), default=1)
+    shape = Shape(
+        lanes=lanes,
+        slots=max(1, int(counts.max(initial=1))) if slots is None else slots,
+        prompt_tokens=max(longest, 1 if prompt_capacity is None else prompt_capacity),
+        columns=int(np.max(max_new_tokens)),
+        segment=segment,
+        stop_ids=tuple(stop_ids),
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        top_logprobs=top_logprobs,
+    )
+    draws = np.arange(len(prompts)) if draws is None else np.asarray(draws)
+    temperatures = np.atleast_1d(np.asarray(temperature, np.float32))
+    board = _Board(counts, shape, shape.columns)
+    pool = _pool_maker(model, jax.tree.leaves(params)[0].dtype, shape, mesh)()
+    while True:
+        for chunk in _chunks(board.bind(), lanes):
+            pool = _bind(params, pool, *_bind_arguments(chunk, prompts, draws, shape, mesh), model=model)
+        refill = board.refill(limits, temperatures)
+        if not (board.row >= 0).any():
+            return board.rollouts
+        refill = sharding.put_by_prompt(mesh, refill)
+        pool = _decode_segment(params, pool, refill, key, model=model, shape=shape)
+        ended = board.harvest(pool)
+        if on_finished is not None and len(ended):
+            on_finished(board.rollouts, ended)
+
+
+def _chunks(bound: list[tuple[int, int]], lanes: int) -> list[list[tuple[int, int] | None]]:
+    """Lanes to bind in batches of one of two declared widths, so that prefill compiles at most twice."""
+    narrow = max(1, lanes // 8)
+    if len(bound) > 2 * narrow:
+        return [bound + [None] * (lanes - len(bound))]
+    parts = [bound[i : i + narrow] for i in range(0, len(bound), narrow)]
+    return [part + [None] * (narrow - len(part)) for part in parts]
+
+
+def _bind_arguments(chunk, prompts, draws, shape: Shape, mesh):
+    """Padded, replicated arguments of _bind. Padding points past the last lane."""
+    lanes = np.array([shape.lanes if c is None else c[0] for c in chunk], np.int32)
+    tokens = np.zeros((len(chunk), shape.prompt_tokens), np.int32)
+    lengths = np.ones(len(chunk), np.int32)
+    ids = np.zeros(len(chunk), np.uint32)
+    for i, c in enumerate(chunk):
+        if c is not None:
+            prompt = prompts[c[1]]
+            tokens[i, : len(prompt)] = prompt
+            lengths[i] = len(prompt)
+            ids[i] = draws[c[1]]
+    return jax.device_put((lanes, tokens, lengths, ids), sharding.replicated(mesh))

@@ -1,0 +1,142 @@
+"""The mesh, the one table from logical axes to mesh axes, and trees of NamedSharding.
+
+No other module names a mesh axis. Parameters say their logical axes (models/transformer.py); batches and caches
+are sharded by prompt.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+# logical axis → mesh axes that split it; () is replicated.
+RULES: dict[str, tuple[str, ...]] = {
+    "prompts": ("data", "fsdp"),
+    "layers": (),
+    "embed": ("fsdp",),
+    "embed_norm": (),
+    "head_norm": (),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "replicated": (),
+}
+
+
+def make_mesh(*, data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> Mesh:
+    """A mesh of all devices; one axis may be -1 and takes what the others leave.
+
+    Raises ValueError if the axes' product is not the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    free = [name for name, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise ValueError(f"mesh.{' and mesh.'.join(free)} are both -1; only one axis can take what is left")
+    bad = [f"mesh.{name}={size}" for name, size in sizes.items() if size < 1 and size != -1]
+    if bad:
+        raise ValueError(f"{', '.join(bad)}: an axis is a positive number of devices, or -1")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if free:
+        sizes[free[0]] = len(devices) // fixed
+    if math.prod(sizes.values()) != len(devices):
+        asked = " × ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"mesh {asked} has {math.prod(sizes.values())} places for {len(devices)} devices; "
+            f"choose mesh.data, mesh.fsdp and mesh.tensor with product {len(devices)}"
+        )
+    return Mesh(np.asarray(devices).reshape([sizes[a] for a in MESH_AXES]), MESH_AXES)
+
+
+def single_device_mesh() -> Mesh:
+    """A mesh of the first local device."""
+    return make_mesh(data=1, devices=jax.local_devices()[:1])
+
+
+def partition_spec(axes: tuple[str | None, ...], what: str = "array") -> PartitionSpec:
+    """Logical axes → PartitionSpec; an axis without a rule, or a mesh axis used twice, is a ValueError."""
+    used: list[str] = []
+    parts = []
+    for axis in axes:
+        if axis is None:
+            parts.append(None)
+            continue
+        if axis not in RULES:
+            raise ValueError(f"{what}: logical axis {axis!r} has no sharding rule; known: {', '.join(RULES)}")
+        names = RULES[axis]
+        clash = [n for n in names if n in used]
+        if clash:
+            raise ValueError(f"{what}: axes {axes} use mesh axis {clash[0]!r} twice; change RULES in sharding.py")
+        used += names
+        parts.append(names if names else None)
+    return PartitionSpec(*parts)
+
+
+def named(mesh: Mesh, *axes: str | None, shape: tuple[int, ...] | None = None, what: str = "array") -> NamedSharding:
+    """Sharding of an array by logical axes; with `shape`, a dimension that does not divide is a ValueError."""
+    spec = partition_spec(axes, what)
+    if shape is not None:
+        for axis, size in zip(axes, shape, strict=True):
+            names = () if axis is None else RULES[axis]
+            parts = math.prod(mesh.shape[n] for n in names)
+            if size % parts:
+                raise ValueError(
+                    f"{what}: dimension {axis!r} of size {size} does not divide over {parts} devices "
+                    f"(mesh axes {', '.join(names)}); choose a mesh whose axes divide it"
+                )
+    return NamedSharding(mesh, spec)
+
+
+def params_shardings(mesh: Mesh, axes, abstract):
+    """NamedSharding for each parameter. axes: tree of logical names; abstract: tree of shapes."""
+
+    def one(path, names, leaf):
+        return named(mesh, *names, shape=leaf.shape, what=jax.tree_util.keystr(path, simple=True, separator="."))
+
+    return jax.tree_util.tree_map_with_path(one, axes, abstract, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def by_prompt(mesh: Mesh, tree):
+    """Shardings of a tree whose leaves all lead with the prompt axis."""
+    return jax.tree.map(lambda leaf: named(mesh, "prompts", *[None] * (np.ndim(leaf) - 1)), tree)
+
+
+def size(mesh: Mesh, axis: str) -> int:
+    """Into how many parts a logical axis is split."""
+    return math.prod(mesh.shape[n] for n in RULES[axis])
+
+
+def mesh_of(tree) -> Mesh:
+    """The mesh that a tree of arrays lives on."""
+    where = jax.tree.leaves(tree)[0].sharding
+    if isinstance(where, NamedSharding):
+        return where.mesh
+    return make_mesh(data=1, devices=list(where.device_set)[:1])
+
+
+def put_by_prompt(mesh: Mesh, tree):
+    """Host arrays → device arrays, split along their leading prompt axis."""
+    return jax.device_put(tree, by_prompt(mesh, tree))
+
+
+def like_params(tree, params_shardings_tree, mesh: Mesh):
+    """Shardings of an optimizer state: a subtree shaped like the parameters takes theirs, the rest is replicated."""
+    params_structure = jax.tree.structure(params_shardings_tree)
+
+    def is_params(node):
+        return jax.tree.structure(node) == params_structure
+
+    def one(node):
+        return params_shardings_tree if is_params(node) else replicated(mesh)
+
+    return jax.tree.map(one, tree, is_leaf=is_params)

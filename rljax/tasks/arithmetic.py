@@ -1,0 +1,135 @@
+"""Arithmetic of mixed difficulty, generated: "37+48=" → "85", graded by exact match.
+
+A problem's operand pairs decide its split: a pair belongs to the warm start, to training or to the held-out set,
+whatever the operator and the order, so no split ever sees another's pairs.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+
+from rljax.tasks.base import Task
+
+# Percent of all unordered operand pairs. The warm start is launch/make_tiny.py's.
+SPLITS = {"warm": range(0, 70), "train": range(70, 88), "eval": range(88, 100)}
+
+Terms = tuple[list[int], list[str]]  # operands, and the operators between them
+
+
+def _sum(digits: int, op: str) -> Callable[[random.Random], Terms]:
+    low, high = 10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1
+
+    def draw(rng: random.Random) -> Terms:
+        a, b = rng.randint(low, high), rng.randint(low, high)
+        return ([max(a, b), min(a, b)] if op == "-" else [a, b]), [op]
+
+    return draw
+
+
+def _product(low_a: int, high_a: int, low_b: int, high_b: int) -> Callable[[random.Random], Terms]:
+    def draw(rng: random.Random) -> Terms:
+        return [rng.randint(low_a, high_a), rng.randint(low_b, high_b)], ["*"]
+
+    return draw
+
+
+def _chain(rng: random.Random) -> Terms:
+    """Three terms whose running result stays non-negative."""
+    while True:
+        terms = [rng.randint(2, 99) for _ in range(3)]
+        ops = [rng.choice("+-") for _ in range(2)]
+        first = terms[0] + terms[1] if ops[0] == "+" else terms[0] - terms[1]
+        if first >= 0 and (ops[1] == "+" or first >= terms[2]):
+            return terms, ops
+
+
+KINDS: dict[str, Callable[[random.Random], Terms]] = {
+    "add1": _sum(1, "+"),
+    "sub1": _sum(1, "-"),
+    "mul1": _product(2, 9, 2, 9),
+    "add2": _sum(2, "+"),
+    "sub2": _sum(2, "-"),
+    "add3": _sum(3, "+"),
+    "sub3": _sum(3, "-"),
+    "mul21": _product(11, 99, 2, 9),
+    "mul22": _product(11, 99, 11, 99),
+    "chain": _chain,
+}
+DEFAULT_MIX = "add2:3,sub2:3,add3:2,sub3:2,mul21:2,chain:3,mul22:1"
+
+
+def split_of(a: int, b: int) -> str:
+    """The split that owns the unordered operand pair {a, b}."""
+    bucket = zlib.crc32(f"{min(a, b)},{max(a, b)}".encode()) % 100
+    return next(name for name, part in SPLITS.items() if bucket in part)
+
+
+def evaluate(terms: list[int], ops: list[str]) -> int:
+    """Left to right; kinds mix no precedence."""
+    value = terms[0]
+    for op, term in zip(ops, terms[1:], strict=True):
+        value = {"+": value + term, "-": value - term, "*": value * term}[op]
+    return value
+
+
+def draw(kind: str, split: str, rng: random.Random) -> Terms:
+    """A problem of a kind all of whose neighbouring operand pairs belong to the split."""
+    while True:
+        terms, ops = KINDS[kind](rng)
+        if all(split_of(a, b) == split for a, b in zip(terms, terms[1:])):
+            return terms, ops
+
+
+def text(terms: list[int], ops: list[str]) -> str:
+    return str(terms[0]) + "".join(f"{op}{term}" for op, term in zip(ops, terms[1:], strict=True)) + "="
+
+
+def parse_mix(mix: str) -> dict[str, float]:
+    """ "add2:3,mul21:1" → {"add2": 3.0, "mul21": 1.0}; "" is DEFAULT_MIX. Raises ValueError for anything else."""
+    weights = {}
+    for part in (mix if mix else DEFAULT_MIX).split(","):
+        kind, _, weight = part.strip().partition(":")
+        if kind not in KINDS:
+            raise ValueError(f"task.mix={mix!r}: no kind {kind!r}; known: {', '.join(KINDS)}")
+        try:
+            weights[kind] = float(weight) if weight else 1.0
+        except ValueError:
+            raise ValueError(f"task.mix={mix!r}: the weight {weight!r} of {kind} is not a number") from None
+        if not weights[kind] > 0:
+            raise ValueError(f"task.mix={mix!r}: the weight of {kind} must be above 0")
+    return weights
+
+
+def problems(split: str, count: int, mix: str, seed: int) -> list[dict]:
+    """`count` distinct examples {prompt, answer, kind} of a split, reproducible from the seed."""
+    rng = random.Random(f"{seed}/{split}")
+    weights = parse_mix(mix)
+    kinds, shares = list(weights), list(weights.values())
+    examples: dict[str, dict] = {}
+    for _ in range(200 * count + 1000):
+        if len(examples) == count:
+            return list(examples.values())
+        kind = rng.choices(kinds, shares)[0]
+        terms, ops = draw(kind, split, rng)
+        prompt = text(terms, ops)
+        examples.setdefault(prompt, {"prompt": prompt, "answer": str(evaluate(terms, ops)), "kind": kind})
+    raise ValueError(
+        f"task.mix={mix!r} has fewer than {count} distinct {split} problems ({len(examples)} found); "
+        f"ask for fewer (task.{split}_prompts) or add kinds"
+    )
+
+
+def grade(completion: str, example: dict) -> float:
+    """1.0 if the completion is the answer and nothing else, 0.0 otherwise."""
+    return float(completion.strip() == example["answer"])
+
+
+def make(*, seed: int, train_prompts: int, eval_prompts: int, mix: str) -> Task:
+    return Task(
+        name="arithmetic",
+        train=problems("train", train_prompts, mix, seed),
+        eval=problems("eval", eval_prompts, mix, seed),
+        grade=grade,
+    )

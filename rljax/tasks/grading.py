@@ -1,0 +1,315 @@
+"""Verifying answers: from a completion's text to a reward of 0.0 or 1.0.
+
+Every function works in any thread or process and uses no signals. None of them can stop a computation that
+never ends: :class:`rljax.rewards.RewardPool` runs graders in processes that it can kill.
+math-verify (and sympy under it, about a second to import) is imported at the first use, or by ``warm_up``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import re
+from fractions import Fraction
+from typing import Any
+
+MAX_ANSWER_CHARS = 1000  # a longer answer is not sent to the parser, whose time grows faster than its input
+MAX_DEPTH = 40  # of brackets; the parser takes seconds for hundreds
+MAX_BITS = 100_000  # of a number in an answer; comparing larger ones takes seconds to forever
+
+# an escaped character is one token, so that \{ and \} do not count as braces
+_BOX_TOKEN = re.compile(r"\\{1,2}boxed\s*\{|\\.|[{}]", re.DOTALL)
+_ANSWER_TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+# a minus right after a term is an operator, not a sign: the last number of "7-3" is 3
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)\]}])[-+])?(?<![\w.])"
+    r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?=\.[0-9]))"
+    r"(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3}\b)?(?:/[0-9]+)?"
+)
+_LATEX_FRACTION = re.compile(
+    r"((?<![\w.])[0-9]+)?\s*\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}"  # perhaps a mixed number
+)
+_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
+
+
+def _last_box(text: str) -> str | None:
+    """The content of the complete, non-empty box that opens last; one pass over the text."""
+    opened: list[int | None] = []  # per open brace: where its box's content starts, None for a plain brace
+    last_start, content = -1, None
+    for token in _BOX_TOKEN.finditer(text):
+        if token.group() == "}":
+            start = opened.pop() if opened else None
+            inside = "" if start is None else text[start : token.start()].strip()
+            if inside and start > last_start:
+                last_start, content = start, inside
+        elif token.group() == "{":
+            opened.append(None)
+        elif "boxed" in token.group():
+            opened.append(token.end())
+    return content
+
+
+def _marked_answer(completion: str) -> str | None:
+    """The answer that the completion marks as such: a box, an answer tag or a line after "####"."""
+    box = _last_box(completion)
+    if box is not None:
+        return box
+    tags = [content.strip() for content in _ANSWER_TAG.findall(completion)]
+    if any(tags):
+        return [content for content in tags if content][-1]
+    _, hashes, tail = completion.rpartition("####")
+    line = tail.split("\n", 1)[0].strip() if hashes else ""
+    return line if line else None
+
+
+def extract_answer(completion: str) -> str | None:
+    """The final answer in a completion's text, as written; None if there is none.
+
+    The first of these that the completion holds:
+      1. the content of its last complete ``\\boxed{...}``, braces balanced (``\\{``, ``\\}`` do not count);
+      2. the content of its last ``<answer>...</answer>``;
+      3. the line after its last ``####``;
+      4. its last number (``-1,234.5``, ``1e-3`` or ``1/6``).
+    An empty or unfinished mark is passed over.
+    """
+    marked = _marked_answer(completion)
+    if marked is not None:
+        return marked
+    numbers = _NUMBER.findall(completion.replace("−", "-"))
+    return numbers[-1] if numbers else None
+
+
+def _latex_plain(text: str) -> str:
+    """One kind of minus, and no LaTeX spacing in thousands."""
+    return text.replace("−", "-").replace("\\!", "").replace("{,}", ",")
+
+
+def _plain_numbers(text: str) -> str:
+    """Text with LaTeX's numbers written plainly: ``1\\frac{1}{2}`` is ``3/2``."""
+
+    def quotient(match: re.Match) -> str:
+        whole, top, bottom = match.groups()
+        return f"{int(whole) * int(bottom) + int(top) if whole else top}/{bottom}"
+
+    return _LATEX_FRACTION.sub(quotient, _latex_plain(text))
+
+
+def _fraction(text: str) -> Fraction | None:
+    """The exact value of a text that is one number and nothing else, or None."""
+    if len(text) > MAX_ANSWER_CHARS:
+        return None
+    text = _plain_numbers(text).strip()
+    if not _NUMBER.fullmatch(text):
+        return None
+    top, _, bottom = text.replace(",", "").partition("/")
+    divisor = Fraction(bottom) if bottom else Fraction(1)
+    return Fraction(top) / divisor if divisor else None
+
+
+def _text(answer: str) -> str:
+    """An answer without the marks around it: dollar signs, LaTeX text commands, outer spaces, a full stop."""
+    answer = _TEXT_COMMAND.sub(r"\1", answer.strip())
+    answer = answer.removesuffix(".").strip()
+    if len(answer) > 1 and answer[0] == answer[-1] == "$":
+        answer = answer.strip("$")
+    return " ".join(answer.split())
+
+
+def _gold_answer(gold: str | float) -> str:
+    """A gold answer as text; the content of its box if it is boxed, the part after "####" if it has one."""
+    marked = _marked_answer(str(gold))
+    return str(gold).strip() if marked is None else marked
+
+
+@functools.cache
+def _math_verify() -> Any:
+    import math_verify
+
+    # it warns, once a process, that its own timeouts (SIGALRM, main thread only) are off; that is meant
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return math_verify
+
+
+def _depth(text: str) -> int:
+    """How deep its brackets nest."""
+    steps = ((char in "([{") - (char in ")]}") for char in text)
+    return max(itertools.accumulate(steps), default=0)
+
+
+@functools.lru_cache(maxsize=1024)  # a gold is read once for all samples of its prompt
+def _parse(answer: str) -> tuple:
+    """math-verify's readings of an answer that are mathematics; () if there is none or it is too large."""
+    answer = answer.strip().strip("$").rstrip(".,; \n")
+    answer = re.sub(r"\s*([-+*/=])\s*", r"\1", _latex_plain(answer))
+    if not answer or len(answer) > MAX_ANSWER_CHARS or _depth(answer) > MAX_DEPTH:
+        return ()
+    readings = _math_verify().parse(
+        f"\\boxed{{{answer}}}", fallback_mode="no_fallback", parsing_timeout=None
+    )
+    return tuple(reading for reading in readings if _log2_bound(reading) <= MAX_BITS)
+
+
+@functools.lru_cache(maxsize=4096)  # samples of one prompt often agree
+def _equal(answer: str, gold: str) -> bool:
+    readings = _parse(answer)
+    gold_readings = _parse(gold) if readings else ()
+    return bool(gold_readings) and _math_verify().verify(
+        list(gold_readings), list(readings), timeout_seconds=None
+    )
+
+
+def _log2_bound(expr: Any) -> float:
+    """An upper bound on log2 of the largest number that evaluating an unevaluated expression meets."""
+    import sympy
+
+    if isinstance(expr, sympy.MatrixBase):
+        return max((_log2_bound(entry) for entry in expr.flat()), default=0.0)
+    if isinstance(expr, sympy.Rational):
+        return float(max(abs(expr.p).bit_length(), expr.q.bit_length()))
+    bounds = [_log2_bound(arg) for arg in expr.args]
+    if not bounds:
+        return 2.0  # a symbol, or a constant like pi
+    if isinstance(expr, (sympy.Pow, sympy.factorial, sympy.factorial2, sympy.binomial)):
+        # b**e has log2(b) * e bits; n! and a binomial coefficient of n have at most log2(n) * n
+        power = bounds[1] if isinstance(expr, sympy.Pow) else bounds[0]
+        return max(*bounds, bounds[0] * 2.0**power) if power < 64 else math.inf
+    return sum(bounds) if isinstance(expr, sympy.Mul) else max(bounds) + math.log2(len(bounds))
+
+
+def warm_up() -> None:
+    """Import math-verify and fill its parser's tables, about a second of CPU, once for all later gradings."""
+    for answer in (r"\frac{1}{6}", r"3\sqrt{2}", "(1, 2)", r"x^2+1", r"\{1, 2\}", r"10^\circ"):
+        _equal(answer, answer + "+0")
+
+
+def grade_math(completion: str, gold: str | float) -> float:
+    """1.0 if the completion's answer equals the gold answer as mathematics, else 0.0.
+
+    Args:
+        completion: text; its answer is what :func:`extract_answer` finds.
+        gold: the right answer, as LaTeX, plain text or a number, with or without ``\\boxed{}``.
+
+    Equal texts and equal plain numbers are decided at once; the rest by math-verify, without its timeouts
+    (they need the main thread). An answer longer than ``MAX_ANSWER_CHARS``, nested deeper than
+    ``MAX_DEPTH`` or with a number of more than ``MAX_BITS`` bits scores 0.0 uncompared. Others may still take
+    long: grade model output in the pool.
+    """
+    answer = extract_answer(completion)
+    if answer is None:
+        return 0.0
+    gold = _gold_answer(gold)
+    if _text(answer) == _text(gold):
+        return 1.0
+    number, gold_number = _fraction(_text(answer)), _fraction(_text(gold))
+    if number is not None and gold_number is not None:
+        if number == gold_number:
+            return 1.0
+        if number.denominator == gold_number.denominator == 1:
+            return 0.0
+    return float(_equal(answer, gold))
+
+
+def gold_parses(gold: str | float) -> bool:
+    """Whether a gold answer can be graded by :func:`grade_math`: it reads as mathematics of a sane size."""
+    gold = _gold_answer(gold)
+    return _fraction(_text(gold)) is not None or bool(_parse(gold))
+
+
+def drop_unparsable(examples: list[dict]) -> tuple[list[dict], list[int]]:
+    """Examples whose "answer" :func:`gold_parses`, and the indices of those removed.
+
+    To be called when the data is built: no completion could ever score on such a row.
+    """
+    bad = [index for index, example in enumerate(examples) if not gold_parses(example["answer"])]
+    removed = set(bad)
+    return [example for index, example in enumerate(examples) if index not in removed], bad
+
+
+def grade_exact(completion: str, gold: str) -> float:
+    """1.0 if the answer's text is the gold's text, else 0.0; case counts.
+
+    The answer is what the completion marks (box, answer tag or "####"), else the whole completion. Outer
+    spaces, runs of spaces, dollar signs, LaTeX text commands and a final full stop do not count.
+    """
+    marked = _marked_answer(completion)
+    return float(_text(completion if marked is None else marked) == _text(_gold_answer(gold)))
+
+
+def _number(answer: str) -> Fraction | None:
+    """The last number in an answer."""
+    numbers = _NUMBER.findall(_plain_numbers(answer)) if len(answer) <= MAX_ANSWER_CHARS else []
+    return _fraction(numbers[-1]) if numbers else None
+
+
+def grade_numeric(
+    completion: str, gold: str | float, *, rel_tol: float = 0.0, abs_tol: float = 0.0
+) -> float:
+    """1.0 if the last number of the completion's answer equals the gold number, else 0.0.
+
+    |answer - gold| <= max(rel_tol * |gold|, abs_tol), in exact arithmetic: "0.5" and "1/2" are equal.
+    Units, currency and percent signs around the number are passed over.
+
+    Raises:
+        ValueError: the gold holds no number.
+    """
+    gold_number = _number(_gold_answer(gold))
+    if gold_number is None:
+        raise ValueError(f"gold answer {gold!r} holds no number: use another grader or drop the row")
+    answer = extract_answer(completion)
+    number = None if answer is None else _number(answer)
+    if number is None:
+        return 0.0
+    allowed = max(Fraction(rel_tol) * abs(gold_number), Fraction(abs_tol))
+    return float(abs(number - gold_number) <= allowed)
+
+
+def extract_choice(completion: str, letters: str = "ABCD") -> str | None:
+    """The letter of ``letters`` that a completion chooses, or None.
+
+    Taken from the marked answer, else from the last "answer is (B)" or "Answer: B", else from a last line
+    that is but the letter. A letter is upper case and may stand in brackets or before ":", "." or ")".
+    """
+    letter = rf"[(\[]?([{re.escape(letters)}])\b"
+    marked = _marked_answer(completion)
+    if marked is not None:
+        found = re.match(letter, _text(marked))
+        return found.group(1) if found else None
+    text = _TEXT_COMMAND.sub(r"\1", completion).replace("*", "").strip()
+    said = re.findall(rf"(?i:answer)(?:\s*(?:(?i:is)|:|=))*\s*{letter}", text)
+    if said:
+        return said[-1]
+    last_line = text.splitlines()[-1].strip() if text else ""
+    alone = re.fullmatch(rf"{letter}[)\].:]*", last_line)
+    return alone.group(1) if alone else None
+
+
+def grade_choice(completion: str, gold: str, *, letters: str = "ABCD") -> float:
+    """1.0 if the completion chooses the gold letter (see :func:`extract_choice`), else 0.0.
+
+    Raises:
+        ValueError: the gold is not one of ``letters``.
+    """
+    if len(gold) != 1 or gold not in letters:
+        raise ValueError(f"gold answer {gold!r} is not one letter of {letters!r}: fix the data or `letters`")
+    return float(extract_choice(completion, letters) == gold)
+
+
+def format_reward(
+    completion: str, *, prompt_end: str = "", tags: tuple[str, ...] = ("think", "answer")
+) -> float:
+    """1.0 if the completion is ``<tag>...</tag>`` for each of ``tags`` in order and nothing else, else 0.0.
+
+    Args:
+        prompt_end: the end of the rendered prompt. Chat templates of reasoning models write the first
+            opening tag themselves; the completion then starts inside it, and the tag counts as present.
+        tags: names without brackets; each must open and close exactly once, with something inside.
+    """
+    opening = f"<{tags[0]}>"
+    text = opening + completion if prompt_end.rstrip().endswith(opening) else completion
+    if any(text.count(mark) != 1 for tag in tags for mark in (f"<{tag}>", f"</{tag}>")):
+        return 0.0
+    blocks = r"\s*".join(rf"<{re.escape(tag)}>(?!\s*</).*?</{re.escape(tag)}>" for tag in tags)
+    return float(re.fullmatch(rf"\s*{blocks}\s*", text, re.DOTALL) is not None)

@@ -1,0 +1,43 @@
+"""The package: ``pip install -e .`` runs everything, extras add devices, tests and more tasks."""
+
+import pathlib
+import re
+
+from setuptools import find_packages, setup
+
+ROOT = pathlib.Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "rljax/__init__.py").read_text()).group(1)
+
+setup(
+    name="rljax",
+    version=VERSION,
+    description="Reinforcement-learning post-training of language models in JAX: GRPO, PODS, CERO, Jackpot",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["rljax", "rljax.*"]),
+    package_data={"rljax": ["assets/**/*"]},
+    install_requires=[
+        "absl-py>=2.1",
+        "cloudpickle>=3.0",
+        "flax>=0.12.8",
+        "jax>=0.10.2",
+        "jinja2>=3.1",  # chat templates of transformers' tokenizers
+        "math-verify[antlr4_13_2]>=0.9",
+        "ml-collections>=1.1",
+        "optax>=0.2.8",
+        "orbax-checkpoint>=0.12.8",
+        "rich>=13.7",
+        "safetensors>=0.6",
+        "tensorboardX>=2.6.4",
+        "tensorflow-datasets>=4.9.8",
+        "transformers>=5,<6",
+    ],
+    extras_require={
+        "test": ["hypothesis>=6.100", "pytest>=8.2", "scipy>=1.13"],
+        "gpu": ["jax[cuda13]"],
+        "tpu": ["jax[tpu]"],
+        "tasks": ["reasoning-gym>=0.1.19"],
+        "notebooks": ["ipykernel>=6.29", "matplotlib>=3.9", "nbclient>=0.10"],
+        "parity": ["torch==2.13.0"],
+    },
+)

@@ -1,0 +1,367 @@
+import io
+import json
+import re
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto import event_pb2
+
+from rljax.metrics import Console, MetricsWriter, Stages, read_metrics, write_json, write_summary
+
+
+@pytest.fixture
+def other_process(monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def lines_of(folder):
+    return (folder / "metrics.jsonl").read_text().splitlines()
+
+
+def strict(text):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def scalars_shown(folder):
+    """(name, step) → value as TensorBoard shows it: a session start at s hides earlier events of steps ≥ s."""
+    shown = {}
+    for path in sorted(folder.glob("*.tfevents.*")):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("Q", data[:8])
+            event = event_pb2.Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+            if event.HasField("session_log"):
+                shown = {key: value for key, value in shown.items() if key[1] < event.step}
+            shown |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+    return shown
+
+
+def test_a_step_is_one_strict_json_line(tmp_path):
+    metrics = {
+        "train/reward_mean": jnp.float32(0.5),
+        "train/loss": float("nan"),
+        "train/grad_norm": np.float64("inf"),
+        "train/clip_frac": jnp.bfloat16(0.25),
+        "cero/spent": np.int64(2**40),
+        "train/skipped": np.bool_(True),
+        "rollouts/total": 512,
+        "pods/rule": 'max "variance"',
+        "eval/accuracy": None,
+    }
+    with MetricsWriter(tmp_path / "run") as writer:
+        writer.write(0, metrics)
+        (line,) = lines_of(tmp_path / "run")  # flushed, not only on close
+        writer.write(2, {})
+    assert strict(line) == {
+        "step": 0,
+        "train/reward_mean": 0.5,
+        "train/loss": None,
+        "train/grad_norm": None,
+        "train/clip_frac": 0.25,
+        "cero/spent": 2**40,
+        "train/skipped": True,
+        "rollouts/total": 512,
+        "pods/rule": 'max "variance"',
+        "eval/accuracy": None,
+    }
+    assert read_metrics(tmp_path / "run") == [strict(line), {"step": 2}]
+
+
+def test_tensorboard_has_each_finite_number(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(
+            3, {"train/loss": -0.5, "train/kl_ref": float("nan"), "pods/rule": "all", "cero/spent": 7}
+        )
+    assert scalars_shown(tmp_path) == {("train/loss", 3): -0.5, ("cero/spent", 3): 7.0}
+
+
+@pytest.mark.parametrize("cut", ["", '{"step": 5, "train/lo', '{"step"', "{"])
+def test_resume_keeps_each_step_once(tmp_path, cut):
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 5):
+            writer.write(step, {"train/loss": float(step), "third": 1 / 3})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(cut)
+    with MetricsWriter(tmp_path, resume_step=2) as writer:
+        with pytest.raises(ValueError, match="metrics of step 2 come after those of step 2"):
+            writer.write(2, {"train/loss": 0.0})
+        writer.write(3, {"train/loss": 30.0})
+    assert [strict(line) for line in lines_of(tmp_path)] == [
+        {"step": 1, "train/loss": 1.0, "third": 1 / 3},
+        {"step": 2, "train/loss": 2.0, "third": 1 / 3},
+        {"step": 3, "train/loss": 30.0},
+    ]
+    losses = {step: value for (name, step), value in scalars_shown(tmp_path).items() if name == "train/loss"}
+    assert losses == {1: 1.0, 2: 2.0, 3: 30.0}
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_run_begun_anew_has_no_old_steps(tmp_path):
+    for value in (1.0, 2.0):  # both within a second: the event files must not overwrite each other
+        with MetricsWriter(tmp_path) as writer:
+            writer.write(0, {"train/loss": value})
+    assert read_metrics(tmp_path) == [{"step": 0, "train/loss": 2.0}]
+    assert scalars_shown(tmp_path) == {("train/loss", 0): 2.0}
+    assert len(list(tmp_path.glob("*.tfevents.*"))) == 2
+
+
+def test_a_kill_while_truncating_keeps_the_old_file(tmp_path, monkeypatch):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"train/loss": 1.0})
+        writer.write(2, {"train/loss": 2.0})
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        MetricsWriter(tmp_path, resume_step=1)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize("line", ["{", "7", '{"loss": 1}', '{"step": null}', ""])
+def test_a_damaged_line_is_named_not_dropped(tmp_path, line):
+    text = f'{{"step": 1}}\n{line}\n{{"step": 3}}\n'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/metrics.jsonl, line 2 is no metrics object")):
+        MetricsWriter(tmp_path, resume_step=3)
+    assert (tmp_path / "metrics.jsonl").read_text() == text
+
+
+@pytest.mark.parametrize(
+    "step, metrics, error, message",
+    [
+        (1, {}, ValueError, "metrics of step 1 come after those of step 1"),
+        (0, {}, ValueError, "metrics of step 0 come after those of step 1"),
+        (2, {"step": 2}, ValueError, 'named "step"'),
+        (2, {"train/rewards": np.zeros(3)}, TypeError, r"train/rewards is a ndarray of shape \(3,\)"),
+        (2, {"train/parts": {"a": 1}}, TypeError, "train/parts is a dict"),
+        (1.5, {}, TypeError, "integer"),
+    ],
+    ids=["twice", "back", "step", "vector", "dict", "fraction"],
+)
+def test_what_cannot_be_written_leaves_no_line(tmp_path, step, metrics, error, message):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {})
+        with pytest.raises(error, match=message):
+            writer.write(step, metrics)
+    assert read_metrics(tmp_path) == [{"step": 1}]
+
+
+def test_other_processes_write_nothing_but_take_the_same_path(tmp_path, other_process):
+    with MetricsWriter(tmp_path / "run", resume_step=4) as writer:
+        writer.write(5, {"train/loss": jnp.float32(1)})
+        with pytest.raises(TypeError, match="train/rewards"):  # values are fetched before the gate
+            writer.write(6, {"train/rewards": np.zeros(3)})
+        with pytest.raises(ValueError, match="come after"):
+            writer.write(5, {})
+    write_summary(tmp_path / "run", {"steps": 1})
+    with pytest.raises(TypeError, match=r"a\.json: x is a set"):
+        write_json(tmp_path / "run" / "a.json", {"x": {1}})
+    assert not (tmp_path / "run").exists()
+
+
+def test_summary_is_whole_and_strict(tmp_path):
+    write_summary(tmp_path / "run", {"eval": {"first": {"step": 0, "accuracy": np.float32(0.25)}}})
+    write_summary(
+        tmp_path / "run", {"wall_s": float("inf"), "stages": ("a", jnp.int32(3)), "x": [{"y": np.nan}]}
+    )
+    assert strict((tmp_path / "run" / "summary.json").read_text()) == {
+        "wall_s": None,
+        "stages": ["a", 3],
+        "x": [{"y": None}],
+    }
+    with pytest.raises(TypeError, match=r"summary\.json: eval has the key 4"):
+        write_summary(tmp_path / "run", {"eval": {4: 1}})
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["summary.json"]
+
+
+def test_a_kill_in_mid_write_keeps_the_old_summary(tmp_path, monkeypatch):
+    write_summary(tmp_path, {"steps": 1})
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_summary(tmp_path, {"steps": 2})
+    assert strict((tmp_path / "summary.json").read_text()) == {"steps": 1}
+
+
+def test_stages_by_step_and_in_all():
+    clock = Clock()
+    stages = Stages({"rollout": 100.0}, clock=clock)
+    for took in (3.0, 4.0):
+        with stages("rollout"):
+            clock.now += took
+    with pytest.raises(RuntimeError), stages("update"):
+        clock.now += 2.0
+        raise RuntimeError
+    clock.now += 1.0
+    assert stages.lap() == {"time/rollout_s": 7.0, "time/update_s": 2.0, "time/step_s": 10.0}
+    with stages("outer"):
+        clock.now += 1.0
+        with stages("update"):
+            clock.now += 5.0
+    assert stages.lap() == {"time/outer_s": 6.0, "time/update_s": 5.0, "time/step_s": 6.0}
+    assert stages.lap() == {"time/step_s": 0.0}
+    assert stages.seconds == {"rollout": 107.0, "update": 7.0, "outer": 6.0}
+    with pytest.raises(ValueError, match="time/step_s"), stages("step"):
+        pass
+
+
+METRICS = {
+    "train/reward_mean": jnp.float32(0.3125),
+    "cero/effective_prompt_ratio": 0.4375,
+    "rollouts/tokens_per_s": 12345.6,
+    "train/loss": -0.00001234,
+    "train/grad_norm": np.float32(0.5),
+    "train/kl_ref": 1.0,
+}
+FOLDER = "/runs/[bold]a very long name[/bold]/" + "x" * 80
+
+
+def narrate(file, clock):
+    """A whole run of 22 steps in 1,000 seconds, 100 of them before the end of the first step."""
+    with Console(file, clock=clock) as console:
+        console.start("rljax · cero", [("config", "configs/cero.py:tiny"), ("run folder", FOLDER)])
+        console.evaluation(0, {"eval/accuracy": 0.25, "eval/avg_at_k": 0.2219, "eval/unknown": 1.0})
+        for step in range(1, 23):
+            clock.now = 100.0 + 40.0 * (step - 1)
+            console.step(step, step / 22, METRICS if step > 1 else {"train/loss": float("nan")})
+        console.warn("61% of rollouts are truncated")
+        console.finish(
+            [("accuracy", 0.25, np.float32(0.5)), ("steps", "0", "22")],
+            {"rollout": 30.0, "update": 10.0},
+            FOLDER,
+        )
+
+
+def test_without_a_terminal_a_line_a_step_and_no_control_codes(monkeypatch):
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.setenv(variable, "1")
+    file = io.StringIO()
+    narrate(file, Clock())
+    text = file.getvalue()
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+    lines = text.split("\n")
+    assert lines == [line.rstrip() for line in lines]
+    header = "  step   reward  effective   budget  tokens/s       loss  grad norm  time left"
+    first, second = lines.index(header), lines.index(header, lines.index(header) + 1)
+    assert lines[:first] == [
+        "rljax · cero",
+        "config      configs/cero.py:tiny",
+        f"run folder  {FOLDER}",
+        "",
+        "eval at step 0: accuracy 0.250, avg@k 0.222",
+    ]
+    assert lines[first + 1 : first + 4] == [
+        "     1        -          -     4.5%         -        nan          -    0:35:00",
+        "     2    0.312        44%     9.1%    12,346  -1.23e-05        0.5    0:13:20",
+        "     3    0.312        44%    13.6%    12,346  -1.23e-05        0.5    0:12:40",
+    ]
+    assert second == first + 21
+    assert lines[second + 3 :] == [
+        "warning: 61% of rollouts are truncated",
+        "",
+        "          before  after",
+        "accuracy   0.250  0.500",
+        "steps          0     22",
+        "",
+        "stage    seconds  share",
+        "rollout     30.0    75%",
+        "update      10.0    25%",
+        "all         40.0   100%",
+        "",
+        f"run folder: {FOLDER}",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_on_a_terminal_a_bar_under_the_same_lines(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    plain, terminal = io.StringIO(), Terminal()
+    narrate(plain, Clock())
+    narrate(terminal, Clock())
+    text = terminal.getvalue()
+    assert (
+        text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+    )  # the cursor is hidden once and shown again
+    bare = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text))
+    assert set(plain.getvalue().split("\n")) <= {*bare, ""}
+    bars = [line for line in bare if "━" in line]
+    assert all(len(line) <= width for line in bars)
+    assert any(line.startswith("starting ━━") for line in bars)
+    assert any(
+        re.fullmatch(r"step 22 ━+ reward 0\.312 eff\. 44% budget 100% 12,346 tok/s 0:00:00 left", line)
+        for line in bars
+    )
+
+
+def test_an_exception_takes_the_bar_off(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    with pytest.raises(RuntimeError), Console(terminal) as console:
+        console.start("rljax", [])
+        raise RuntimeError
+    assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l")
+
+
+@pytest.mark.parametrize("term", ["dumb", ""])
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch, term):
+    monkeypatch.setenv("TERM", term)
+    terminal = Terminal()
+    narrate(terminal, Clock())
+    assert "\x1b" not in terminal.getvalue() and "\r" not in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    "start, steps, left",
+    [
+        (0.0, [(100, 0.1)], "0:15:00"),  # 100 s a tenth, nine tenths left
+        (0.0, [(100, 0.1), (110, 0.2)], "0:01:20"),  # the compiling first step is forgotten: 10 s a tenth
+        (0.5, [(10, 0.6)], "0:00:40"),  # resumed half-way: a tenth in 10 s, not six
+        (0.5, [(10, 0.5)], "-"),  # nothing spent yet
+        # The last 20 points, from (20 s, 2%) on: 19% in 1,180 s, so the other 79% in 4,906 s.
+        (0.0, [(0, 0.0), *((10 * i, i / 100) for i in range(1, 21)), (1200, 0.21)], "1:21:46"),
+        (0.0, [(3_600_000, 0.5)], "1000:00:00"),
+    ],
+    ids=["first", "second", "resumed", "nothing", "window", "long"],
+)
+def test_time_left(start, steps, left):
+    file, clock = io.StringIO(), Clock()
+    console = Console(file, clock=clock)
+    console.start("", [("", "")], fraction=start)
+    for step, (now, fraction) in enumerate(steps, 1):
+        clock.now = now
+        console.step(step, fraction, {})
+    assert file.getvalue().splitlines()[-1].split()[-1] == left
+
+
+def test_other_processes_say_nothing(other_process, capsys):
+    narrate(None, Clock())
+    assert capsys.readouterr() == ("", "")
+
+
+def test_stdout_is_the_default(capsys):
+    Console().warn("a [b]")
+    assert capsys.readouterr().out == "warning: a [b]\n"
