@@ -73,9 +73,6 @@ class Uniform:
         prompts = stream.take(draws, len(counts))
         return Grants(prompts=prompts, counts=counts, state=state, draws=draws + len(counts))
 
-    def over(self, draws: int, spent: int) -> bool:
-        return self.budget - spent < 2
-
     def update(self, state, ids, rewards, valid):
         return state
 
@@ -101,8 +98,9 @@ class Cero:
         The prices move with every draw, so that a stretch of prompts below the budget's price ends.
         """
         ids, where, counts = [], [], []
-        while len(ids) < self.prompts and not self.over(draws, spent + sum(counts)):
-            chunk = stream.take(draws, min(self.prompts - len(ids), self._last_draw - draws))
+        last = self.cero.epochs * self.cero.num_prompts
+        while len(ids) < self.prompts and draws < last and self.budget - spent - sum(counts) >= 2:
+            chunk = stream.take(draws, min(self.prompts - len(ids), last - draws))
             padded = self._pad(chunk.ids, self.prompts)
             granted = np.asarray(_allocate(self.cero, state, padded, reserved=jnp.int32(sum(counts))))
             state = _update(
@@ -115,14 +113,6 @@ class Cero:
             counts += granted[: len(chunk)][taken].tolist()
         prompts = stream.prompts.take(np.array(ids, np.int64), np.array(where, np.int64))
         return Grants(prompts=prompts, counts=np.array(counts, np.int32), state=state, draws=draws)
-
-    @property
-    def _last_draw(self) -> int:
-        return self.cero.epochs * self.cero.num_prompts
-
-    def over(self, draws: int, spent: int) -> bool:
-        """Whether no prompt can be granted anything more."""
-        return draws >= self._last_draw or self.budget - spent < 2
 
     def update(self, state, ids: np.ndarray, rewards: np.ndarray, valid: np.ndarray):
         """Posterior and prices after the rewards [R] of a step's rollouts; ids are their prompts'."""

@@ -270,9 +270,6 @@ class Console(contextlib.AbstractContextManager):
             force_terminal=self._live,  # not by environment variables
             force_jupyter=False,
             color_system="auto" if self._live else None,
-            highlight=False,
-            markup=False,  # a path may have brackets
-            emoji=False,
         )
         self._progress: rich.progress.Progress | None = None
         self._points: collections.deque[tuple[float, float]] = collections.deque(maxlen=WINDOW)

@@ -260,3 +260,37 @@ def _read(link: Connection, jobs: dict[int, _Job], lock: threading.Lock) -> None
         jobs.clear()
     for job in lost:
         job.future.set_exception(RuntimeError("the reward pool was closed, or died, before the job's end"))
+
+
+class StreamingScorer:
+    """Scores rollouts as their rows end, while others still decode; `sampling.generate` calls it between segments.
+
+    pool: where they are graded. tokenizer: for the texts. prompts: whose examples the grader sees.
+    """
+
+    def __init__(self, pool: RewardPool, tokenizer: Tokenizer, prompts: Prompts):
+        self._pool, self._tokenizer, self._prompts = pool, tokenizer, prompts
+        self._parts: list[tuple[np.ndarray, Future[Scores]]] = []
+
+    def __call__(self, rollouts: Rollouts, rows: np.ndarray) -> None:
+        """Submits the rows (numbers in rollouts) that have just ended."""
+        texts = [self._tokenizer.decode(rollouts.tokens[row, : rollouts.lengths[row]].tolist()) for row in rows]
+        examples = [self._prompts.examples[rollouts.group[row]] for row in rows]
+        self._parts.append((rows, self._pool.submit(texts, examples)))
+
+    def result(self, num_rows: int) -> Scores:
+        """Waits for all num_rows rows; their Scores in the rollouts' order. ValueError if some never came."""
+        rewards, seen = np.full(num_rows, np.nan, np.float32), 0
+        scores = [(rows, part.result()) for rows, part in self._parts]
+        for rows, part in scores:
+            rewards[rows] = part.rewards
+            seen += len(rows)
+        if seen != num_rows:
+            raise ValueError(f"{seen} of {num_rows} rollouts were submitted for scoring; submit each row once")
+        return Scores(
+            rewards=rewards,
+            unscorable=sum(part.unscorable for _, part in scores),
+            errors=sum(part.errors for _, part in scores),
+            timeouts=sum(part.timeouts for _, part in scores),
+            first_error=next((part.first_error for _, part in scores if part.first_error is not None), None),
+        )

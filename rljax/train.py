@@ -78,9 +78,11 @@ def run(config: Config, workdir: pathlib.Path) -> dict:
                 state, line = held_out(parts, state, stages)
                 console.evaluation(0, line)
                 writer.write(0, line | stages.lap())
-            while grants := draw(parts, state, stages):
+            grants = draw(parts, state, stages)
+            while grants:
                 state, line = train_step(parts, state, grants, stages)
-                last = spent(parts, state)
+                grants = draw(parts, state, stages)
+                last = grants is None
                 if last or (config.eval.every and state.step % config.eval.every == 0):
                     state, scores = held_out(parts, state, stages)
                     console.evaluation(state.step, scores)
@@ -109,11 +111,6 @@ def draw(parts: Parts, state: RunState, stages: metrics.Stages) -> budget.Grants
     with stages("prompts"):
         grants = parts.allocator.draw(parts.stream, state.draws, state.totals["rollouts"], state.budget)
     return grants if len(grants.prompts) else None
-
-
-def spent(parts: Parts, state: RunState) -> bool:
-    """Whether no step can follow."""
-    return parts.allocator.over(state.draws, state.totals["rollouts"])
 
 
 def progress(config: Config, state: RunState) -> float:

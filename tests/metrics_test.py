@@ -42,7 +42,7 @@ def strict(text):
 
 
 def scalars_shown(folder):
-    """(name, step) → value as TensorBoard shows it: a session start at s hides earlier events of steps ≥ s."""
+    """(name, step) → value as TensorBoard shows it: a session start at s hides earlier steps ≥ s."""
     shown = {}
     for path in sorted(folder.glob("*.tfevents.*")):
         data = path.read_bytes()
@@ -306,6 +306,8 @@ def test_on_a_terminal_a_bar_under_the_same_lines(monkeypatch, width):
     assert (
         text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
     )  # the cursor is hidden once and shown again
+    after_the_bar = text[text.rindex("━") : text.index("before  after")]
+    assert "\x1b[2K" in after_the_bar  # the bar is wiped before the final table
     bare = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text))
     assert set(plain.getvalue().split("\n")) <= {*bare, ""}
     bars = [line for line in bare if "━" in line]

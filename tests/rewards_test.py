@@ -80,7 +80,7 @@ def run(lines, **changes):
         return pool.score(lines, [{}] * len(lines))
 
 
-def gone(pid, seconds=5.0):
+def gone(pid, seconds=30.0):
     """Whether a process is no more, or is a zombie, within so many seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -134,10 +134,10 @@ def test_a_bad_item_costs_itself_alone(bad):
 @pytest.mark.parametrize(
     ("bad", "limits"),
     [
-        ("sleep 100", {"wall_seconds": 0.3}),
+        ("sleep 100", {"wall_seconds": 1.0}),
         ("burn", {"cpu_seconds": 0.3, "wall_seconds": 60.0}),
         ("power", {"cpu_seconds": 0.3, "wall_seconds": 60.0}),
-        ("burn", {"cpu_seconds": 100.0, "wall_seconds": 0.3}),
+        ("burn", {"cpu_seconds": 100.0, "wall_seconds": 1.0}),
     ],
 )
 def test_an_item_over_a_limit_scores_zero_in_time(bad, limits):
@@ -145,14 +145,14 @@ def test_an_item_over_a_limit_scores_zero_in_time(bad, limits):
     scores = run(["score 1", bad, "score 2", bad, "score 3"], workers=1, **limits)
     np.testing.assert_array_equal(scores.rewards, [1, 0, 2, 0, 3])
     assert (scores.unscorable, scores.timeouts) == (0, 2)
-    assert time.monotonic() - started < 30.0
+    assert time.monotonic() - started < 60.0
 
 
 def test_limits_are_an_items_and_not_a_chunks():
-    # five items of one worker are chunks of two, two and one
-    scores = run(["sleep 0.5"] * 5, workers=1, wall_seconds=0.8)
-    assert (scores.timeouts, scores.unscorable) == (0, 5)
-    scores = run(["work 0.3"] * 5, workers=1, cpu_seconds=0.5)
+    # each chunk of 32 takes 1.3 s, each of two 0.6 s of CPU
+    scores = run(["sleep 0.04"] * 128, workers=1, wall_seconds=1.2)
+    assert (scores.timeouts, scores.unscorable) == (0, 128)
+    scores = run(["work 0.3"] * 5, workers=1, cpu_seconds=0.5, wall_seconds=60.0)
     assert (scores.timeouts, scores.unscorable) == (0, 5)
 
 
@@ -161,23 +161,23 @@ def test_mathematics_that_never_ends():
     answers = [r"\frac{1}{6}", "9^{9^{9^{9}}}", r"\binom{90000000}{45000000}", r"\frac{2}{12}", "6"]
     completions = [rf"\boxed{{{answer}}}" for answer in answers]
     grade = lambda completion, example: grade_math(completion, example["answer"])  # noqa: E731
-    with pool_of(grade, workers=1, cpu_seconds=1.0) as pool:
+    with pool_of(grade, workers=1, cpu_seconds=1.0, wall_seconds=60.0) as pool:
         scores = pool.score(completions, [{"answer": "1/6"}] * 5)
     np.testing.assert_array_equal(scores.rewards, [1, 0, 0, 1, 0])
     assert (scores.timeouts, scores.unscorable) == (1, 0)
 
 
-def test_submissions_run_while_the_caller_goes_on():
+def test_submissions_run_while_the_caller_goes_on(tmp_path):
     def grade(completion, example):
-        time.sleep(0.3)
+        while not os.path.exists(example["go"]):
+            time.sleep(0.01)
         return float(completion)
 
     with pool_of(grade) as pool:
-        pool.ready()
-        started = time.monotonic()
-        futures = [pool.submit([str(number)], [{}]) for number in range(4)]
-        assert time.monotonic() - started < 0.2
+        example = {"go": str(tmp_path / "go")}
+        futures = [pool.submit([str(number)], [example]) for number in range(4)]
         assert not any(future.done() for future in futures)
+        (tmp_path / "go").touch()
         assert [future.result().rewards.tolist() for future in futures] == [[0], [1], [2], [3]]
 
 
@@ -263,7 +263,7 @@ def test_workers_import_no_jax(tmp_path, module):
         module=module,
         cwd=tmp_path,
     )
-    assert process.communicate(timeout=60)[0] == "[0.0, 0.0] True\n"
+    assert process.communicate(timeout=120)[0] == "[0.0, 0.0] True\n"
 
 
 def test_workers_of_this_very_process_import_no_jax():
@@ -276,9 +276,9 @@ def test_closing_ends_every_process():
     pids = pool.score(["server", "pid", "child"], [{}] * 3).rewards
     hanging = pool.submit(["sleep 100"], [{}])
     pool.close()
-    assert all(gone(pid, seconds=1.0) for pid in pids)
+    assert all(gone(pid, seconds=5.0) for pid in pids)
     with pytest.raises(RuntimeError, match="closed"):
-        hanging.result(timeout=1.0)
+        hanging.result(timeout=30.0)
     with pytest.raises(RuntimeError, match="the reward pool is closed"):
         pool.submit(["score 1"], [{}])
     pool.close()
@@ -300,7 +300,7 @@ def test_a_killed_item_leaves_no_child(tmp_path):
             time.sleep(100)
         return float(open(example["file"]).read())
 
-    with pool_of(grade, workers=1, wall_seconds=0.5) as pool:
+    with pool_of(grade, workers=1, wall_seconds=2.0) as pool:
         scores = pool.score(["hang", "read"], [{"file": str(tmp_path / "pid")}] * 2)
         assert scores.timeouts == 1
         assert gone(scores.rewards[1])
@@ -325,7 +325,7 @@ HANGING = """
 
 def test_the_end_of_the_interpreter_ends_every_process(tmp_path):
     process = script(HANGING, "exit", cwd=tmp_path)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=90)
     assert process.returncode == 0
     assert all(gone(pid) for pid in output.split())
 
@@ -358,7 +358,7 @@ def test_a_server_that_dies_is_an_error_and_not_a_hang():
         time.sleep(0.5)  # the worker is in it by now, and does not look at its pipe
         os.kill(int(server), signal.SIGKILL)
         with pytest.raises(RuntimeError, match="died"):
-            hanging.result(timeout=5.0)
+            hanging.result(timeout=30.0)
         with pytest.raises(RuntimeError, match="make another pool"):
             pool.score(["score 1"], [{}])
         assert gone(worker) or sys.platform != "linux"

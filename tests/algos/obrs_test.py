@@ -229,7 +229,7 @@ def test_low_precision_input_is_computed_in_float32(dtype):
 
 def test_token_uniforms_depend_on_draw_sample_and_position_only():
     uniforms = jax.jit(obrs.token_uniforms, static_argnames="length")
-    key, draws, samples = jax.random.key(0), jnp.arange(200) * 999, jnp.arange(200) % 7
+    key, draws, samples = jax.random.key(0), jnp.arange(200) // 2 * 999, jnp.arange(200) % 2
     u = np.asarray(uniforms(key, draws, samples, length=50))
     assert u.shape == (200, 50)
     assert 0 <= u.min() < u.max() < 1
@@ -237,8 +237,7 @@ def test_token_uniforms_depend_on_draw_sample_and_position_only():
     assert ((counts - 1000) ** 2 / 1000).sum() < 27.9  # chi-square, 9 degrees of freedom, p = .001
     order = jnp.array([150, 3])  # other rows, another order, another length: the same numbers
     np.testing.assert_array_equal(uniforms(key, draws[order], samples[order], length=20), u[order, :20])
-    one_draw = np.asarray(uniforms(key, jnp.array([7, 7, 8]), jnp.array([0, 1, 0]), length=20))
-    assert len(np.unique(one_draw)) == 60
+    assert len(np.unique(u)) > 9980  # float32 has 2^23 values here: some of 10,000 coincide
     assert not np.array_equal(uniforms(jax.random.key(1), draws, samples, length=50), u)
 
 
