@@ -31,15 +31,15 @@ def get_config() -> ConfigDict:
 
     c.rollout = ConfigDict(dict(
         prompts=32,  # P, prompts with rollouts a step
-        samples=16,  # n, rollouts a prompt (CERO: the largest grant, N_max)
+        samples=16,  # n, rollouts a prompt (CERO: the largest grant, N_max, at most slots)
         max_prompt_tokens=16,  # longer prompts are dropped and counted, never cut
-        max_new_tokens=10,  # T, tokens of a completion, the stop id included
+        max_new_tokens=8,  # T, tokens of a completion, the stop id included
         temperature=1.0,  # 0 is greedy, and an error in training
         top_k=0,  # 0 is off. On in training is an error: the recorded log-prob would be of another policy
         top_p=1.0,  # 1 is off. On in training is an error
         lanes=32,  # prompts that decode at once; each has its prefix cached once
         slots=16,  # samples of one prompt that decode at once
-        segment=10,  # decode steps between refills of finished slots
+        segment=8,  # decode steps between refills of finished slots
     ))
 
     c.budget = ConfigDict(dict(
@@ -56,6 +56,7 @@ def get_config() -> ConfigDict:
         prior_beta=1.0,  # Beta prior, failures
         discount=1.0,  # of the posterior's counts an epoch; 1 keeps all
         success_threshold=0.5,  # a reward at or above is a success
+        min_visits=0,  # a prompt is granted rollouts whatever its price until it has had this many grants
     ))
 
     c.pods = ConfigDict(dict(  # methods: arXiv 2504.13818

@@ -2,6 +2,7 @@
 
     python launch/make_tiny.py                      # both, into rljax/assets; about 50 minutes on 2 CPU cores
     python launch/make_tiny.py --models=tiny-actor --out=DIR
+    python launch/make_tiny.py --models= --out=rljax/assets        # measures what is there, and makes nothing
 
 The warm start plays the part of a base model: demonstrations of mixed quality, right answers beside systematic
 slips whose share grows with difficulty, so that reinforcement learning has latent skill to bring out. Operand pairs
@@ -25,7 +26,9 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rljax.models import hf, logprobs
+from rljax import sampling
+from rljax import tokenizer as tokenizer_lib
+from rljax.models import hf, logprobs, transformer
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Model
 from rljax.tasks import arithmetic
@@ -217,15 +220,76 @@ def warm_start(name: str, seed: int):
     return model, params
 
 
+SAMPLED = 64  # completions of each prompt that the measurements rest on
+
+
+def sample(folder: pathlib.Path, examples: list[dict]):
+    """(model, params, prompts' ids, rollouts of SAMPLED completions a prompt, greedy rollouts, their texts)."""
+    model, params = hf.load(folder)
+    tokenizer = tokenizer_lib.load(folder)
+    prompts = [tokenizer.encode(e["prompt"]) for e in examples]
+
+    def generate(n, temperature):
+        return sampling.generate(
+            model, params, prompts, num_samples=n, max_new_tokens=8, key=jax.random.key(0), temperature=temperature,
+            stop_ids=tokenizer.stop_ids, lanes=32, slots=n, segment=8,
+        )  # fmt: skip
+
+    sampled, greedy = generate(SAMPLED, 1.0), generate(1, 0.0)
+    texts = [[tokenizer.decode(t[:n]) for t, n in zip(r.tokens, r.lengths, strict=True)] for r in (sampled, greedy)]
+    return model, params, prompts, sampled, texts
+
+
+def measure(folder: pathlib.Path, examples: list[dict]) -> None:
+    """Prints what a checkpoint can do before any reinforcement learning."""
+    *_, sampled, (texts, greedy) = sample(folder, examples)
+    right = np.array([t == examples[g]["answer"] for t, g in zip(texts, sampled.group, strict=True)])
+    rate = right.reshape(len(examples), SAMPLED).mean(axis=1)
+    formed = np.mean([t.isdecimal() or t[1:].isdecimal() and t[0] == "-" for t in texts] & ~sampled.truncated)
+    print(f"{folder.name}, {len(examples)} training prompts x {SAMPLED} samples at temperature 1: "
+          f"accuracy {rate.mean():.1%}, well-formed and ended {formed:.1%}, truncated {sampled.truncated.mean():.1%}, "
+          f"prompts between 5% and 95%: {np.mean((rate > 0.05) & (rate < 0.95)):.1%}; "
+          f"greedy accuracy {np.mean([t == e['answer'] for t, e in zip(greedy, examples, strict=True)]):.1%}")
+    kinds = sorted({e["kind"] for e in examples})
+    print("   by kind: " + ", ".join(
+        f"{kind} {rate[[e['kind'] == kind for e in examples]].mean():.0%}" for kind in kinds))
+
+
+def divergence(policy: pathlib.Path, actor: pathlib.Path, examples: list[dict]) -> float:
+    """Mean KL(policy || actor) in nats a token, exact over the vocabulary, on the policy's own samples."""
+    model, params, prompts, rollouts, _ = sample(policy, examples)
+    other, other_params = hf.load(actor)
+    rows = [prompts[g] + t[:n].tolist() for g, t, n in zip(
+        rollouts.group, rollouts.tokens, rollouts.lengths, strict=True)]
+    lengths = np.array([len(row) for row in rows])
+    starts = lengths - rollouts.lengths
+    tokens = _padded(rows, PROMPT_TOKENS + 8)
+
+    @jax.jit
+    def total(tokens, starts, lengths):
+        p, q = (jax.nn.log_softmax(transformer.logits(m, w, tokens, lengths)) for m, w in (
+            (model, params), (other, other_params)))
+        at = jnp.arange(tokens.shape[1])
+        mask = (at >= starts[:, None] - 1) & (at < lengths[:, None] - 1)
+        return jnp.sum(jnp.where(mask, jnp.sum(jnp.exp(p) * (p - q), axis=-1), 0))
+
+    parts = [slice(i, i + 1024) for i in range(0, len(rows), 1024)]
+    return float(sum(total(tokens[s], starts[s], lengths[s]) for s in parts) / rollouts.lengths.sum())
+
+
 def main(_):
-    tokenizer = make_tokenizer()
-    for name in MODELS.value:
-        folder = pathlib.Path(OUT.value) / name
+    tokenizer, out = make_tokenizer(), pathlib.Path(OUT.value)
+    for name in [name for name in MODELS.value if name]:
         model, params = warm_start(name, SEED.value)
-        hf.save(folder, model, jax.tree.map(lambda a: a.astype(jnp.bfloat16), params))
-        tokenizer.save_pretrained(folder)
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256]}) + "\n")
-        print(f"{folder}: {sum(f.stat().st_size for f in folder.iterdir()) / 1e6:.1f} MB")
+        hf.save(out / name, model, jax.tree.map(lambda a: a.astype(jnp.bfloat16), params))
+        tokenizer.save_pretrained(out / name)
+        (out / name / "generation_config.json").write_text(json.dumps({"eos_token_id": [256]}) + "\n")
+        print(f"{out / name}: {sum(f.stat().st_size for f in (out / name).iterdir()) / 1e6:.1f} MB")
+    examples = arithmetic.problems("train", 256, "", 0)
+    for name in SHAPES:
+        measure(out / name, examples)
+    kl = divergence(out / "tiny-policy", out / "tiny-actor", examples)
+    print(f"KL(tiny-policy || tiny-actor): {kl:.3f} nats a token")
 
 
 if __name__ == "__main__":

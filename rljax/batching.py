@@ -42,11 +42,12 @@ def pack(
 ) -> TrainBatch:
     """Gathers the kept rows, every array by the same indices, and puts them on the mesh, split by prompt.
 
-    advantages float32[P, K], indices int32[P, K] (sample of the prompt) and kept bool[P, K] are down_sampling's.
+    advantages float32[P, K], indices int32[P, K] (sample of the prompt), kept bool[P, K]: down_sampling's.
     num_prompts: the declared P; fewer prompts (a budget's last step) are filled with padding of length 0.
     """
     P, K = indices.shape
-    row_of = dense(rollouts, np.arange(len(rollouts)), P, int(max(rollouts.sample.max(), indices.max())) + 1, -1)
+    samples = int(max(rollouts.sample.max(), indices.max())) + 1
+    row_of = dense(rollouts, np.arange(len(rollouts)), P, samples, -1)
     rows = np.where(kept, np.take_along_axis(row_of, indices, axis=1), -1)
     T = bucket(int(rollouts.lengths.max()), max_new_tokens)
     S = bucket(max(len(t) for t in prompts.tokens), max_prompt_tokens)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rljax.algos import cero
-from rljax.config import Config
+from rljax.options import Config
 from rljax.prompts import Stream
 from rljax.types import Prompts
 
@@ -33,7 +33,8 @@ class Grants:
 
 def from_config(config: Config, num_prompts: int) -> Uniform | Cero:
     """The allocator that budget.rule names."""
-    size = {"budget": config.budget.rollouts, "prompts": config.rollout.prompts, "samples": config.rollout.samples}
+    r = config.rollout
+    size = {"budget": config.budget.rollouts, "prompts": r.prompts, "samples": r.samples}
     if config.budget.rule == "uniform":
         return Uniform(**size)
     c = config.cero
@@ -50,6 +51,7 @@ def from_config(config: Config, num_prompts: int) -> Uniform | Cero:
             prior=(c.prior_alpha, c.prior_beta),
             discount=c.discount,
             success_threshold=c.success_threshold,
+            min_visits=c.min_visits,
         ),
     )
 

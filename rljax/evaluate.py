@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from rljax import rewards, rollout, sharding
-from rljax.config import Config
 from rljax.models import Model
+from rljax.options import Config
 from rljax.prompts import PromptSet
 from rljax.rewards import RewardPool
 from rljax.tokenizer import Tokenizer
@@ -27,9 +27,10 @@ def held_out(
 ) -> dict[str, float]:
     """Metrics of one greedy completion and eval.samples sampled ones of each prompt.
 
-    eval/accuracy: greedy. eval/avg_at_k: mean over samples. eval/pass_at_k: prompts with a right sample among k.
-    eval/truncated: share of sampled completions cut by the limit. eval/accuracy_KIND: greedy, by the example's
-    "kind". The same key draws the same samples, so evaluations of one run are paired.
+    eval/accuracy: greedy. eval/avg_at_k: mean over samples. eval/pass_at_k: prompts with a right sample among
+    k. eval/truncated: share of sampled completions cut by the limit. eval/unscorable: completions, of both
+    kinds, that could not be scored; they count as wrong. eval/accuracy_KIND: greedy, by the example's "kind".
+    The same key draws the same samples, so evaluations of one run are paired.
     """
     k = config.eval.samples
     shards = sharding.size(sharding.mesh_of(params), "prompts")
@@ -50,7 +51,8 @@ def held_out(
         slots=k + 1,
         on_finished=scorer,
     )
-    score = np.nan_to_num(scorer.result(len(rollouts)).rewards).reshape(len(prompts), k + 1)
+    scores = scorer.result(len(rollouts))
+    score = np.nan_to_num(scores.rewards).reshape(len(prompts), k + 1)
     truncated = rollouts.truncated.reshape(len(prompts), k + 1)
     greedy, sampled = score[:, 0], score[:, 1:]
     out = {
@@ -58,6 +60,7 @@ def held_out(
         "eval/avg_at_k": float(sampled.mean()),
         "eval/pass_at_k": float((sampled > 0.5).any(axis=1).mean()),
         "eval/truncated": float(truncated[:, 1:].mean()),
+        "eval/unscorable": scores.unscorable,
     }
     kinds = collections.defaultdict(list)
     for i, example in enumerate(prompts.examples):

@@ -11,7 +11,7 @@ import optax
 
 from rljax import sharding
 from rljax.algos import kl, losses, masked
-from rljax.config import LearnerOptions, LossOptions
+from rljax.options import LearnerOptions, LossOptions
 from rljax.models import Model, logprobs
 from rljax.types import LearnerState, TrainBatch
 
@@ -20,8 +20,8 @@ from rljax.types import LearnerState, TrainBatch
 class Settings:
     """The static half of a step: what is compiled in.
 
-    max_length: tokens, of aggregate="constant". temperature: that the sampler used. micro_batches, minibatches and
-    epochs as in configs/default.py.
+    max_length: tokens, of aggregate="constant". temperature: that the sampler used. micro_batches, minibatches
+    and epochs as in configs/default.py.
     """
 
     model: Model
@@ -42,7 +42,8 @@ def make_optimizer(options: LearnerOptions, total_updates: int) -> optax.Gradien
         "cosine": optax.cosine_decay_schedule(rate, max(1, total_updates - warmup)),
     }[options.schedule]
     # The first update already has a rate above 0: a step at rate 0 would teach nothing.
-    schedule = optax.join_schedules([optax.linear_schedule(rate / (warmup + 1), rate, warmup), later], [warmup])
+    rise = optax.linear_schedule(rate / (warmup + 1), rate, warmup)
+    schedule = optax.join_schedules([rise, later], [warmup])
     clip = optax.clip_by_global_norm(options.max_grad_norm) if options.max_grad_norm > 0 else optax.identity()
     adamw = optax.adamw(
         schedule if warmup else later,
@@ -64,7 +65,7 @@ def _decays(params):
 
 
 def init(params, optimizer: optax.GradientTransformation) -> LearnerState:
-    """A state around `params`, which it takes over: the optimizer's moments are born sharded as the parameters."""
+    """A state around `params`, which it takes over; the optimizer's moments are born sharded as they are."""
     mesh = sharding.mesh_of(params)
     where = jax.tree.map(lambda p: p.sharding, params)
     abstract = jax.eval_shape(optimizer.init, params)
@@ -89,8 +90,8 @@ def make_step(settings: Settings, optimizer: optax.GradientTransformation, state
 def train_step(state: LearnerState, batch: TrainBatch, reference, *, settings: Settings, optimizer):
     """All updates of one batch: epochs × minibatches, each over micro_batches accumulated gradients.
 
-    With more than one update the log-probs of the old policy are taken before the first; with one, the old policy
-    is the policy itself, and the ratio is exactly 1.
+    With more than one update the log-probs of the old policy are taken before the first; with one, the old
+    policy is the policy itself, and the ratio is exactly 1. A minibatch without a token makes no update.
     """
     split = functools.partial(_split, parts=settings.minibatches * settings.micro_batches)
     updates = settings.minibatches * settings.epochs
@@ -111,6 +112,9 @@ def train_step(state: LearnerState, batch: TrainBatch, reference, *, settings: S
         new = LearnerState(
             params=optax.apply_updates(state.params, changes), opt_state=opt_state, updates=state.updates + 1
         )
+        # Without this, momentum and weight decay would move the parameters on a gradient of nothing.
+        some = sums["tokens"] > 0
+        new = jax.tree.map(lambda a, b: jnp.where(some, a, b), new, state)
         return new, sums | {"grad_norm_sum": optax.global_norm(grads), "updates": jnp.ones(())}
 
     def epoch(state, _):
@@ -145,8 +149,7 @@ def accumulate(params, batches: TrainBatch, old, ref, settings: Settings):
         return grads, sums
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     grads, parts = jax.lax.scan(one, zeros, (batches, old, ref))
-    count = mask.shape[0]
-    sums = masked.merge_sums([jax.tree.map(lambda x: x[i], parts) for i in range(count)])
+    sums = masked.merge_sums([{name: x[i] for name, x in parts.items()} for i in range(mask.shape[0])])
     return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), sums
 
 
@@ -225,5 +228,5 @@ def _logprobs(params, batch: TrainBatch, settings: Settings):
 
 
 def _split(tree, parts: int):
-    """[P, …] → [parts, P / parts, …]; every part takes prompts of every device, so that none lies idle."""
+    """[P, …] → [parts, P / parts, …]; every part takes prompts of every device, so that none is idle."""
     return jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), tree)

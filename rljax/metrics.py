@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import rich.console
 import rich.progress
@@ -178,9 +179,9 @@ def _plain(name: str, value: Any) -> bool | int | float | str | None:
         scalar = np.asarray(value)
         if scalar.dtype.kind in "biu":
             return scalar.item()
-        if jax.dtypes.issubdtype(scalar.dtype, np.floating):  # bfloat16 included
+        if jnp.issubdtype(scalar.dtype, jnp.floating):  # bfloat16 included
             return float(scalar)
-    shape = f" of shape {value.shape}" if hasattr(value, "shape") else ""
+    shape = f" of shape {np.shape(value)}" if isinstance(value, (np.ndarray, jax.Array)) else ""
     raise TypeError(f"{name} is a {type(value).__name__}{shape}; only scalars can be written")
 
 
@@ -261,12 +262,12 @@ class Console(contextlib.AbstractContextManager):
     """
 
     def __init__(self, file: TextIO | None = None, clock: Clock = time.monotonic):
-        file = sys.stdout if file is None else file
-        self._live = file.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+        out = sys.stdout if file is None else file
+        self._live = out.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
         self._quiet = not writes()
         self._clock = clock
         self._rich = rich.console.Console(
-            file=file,
+            file=out,
             force_terminal=self._live,  # not by environment variables
             force_jupyter=False,
             color_system="auto" if self._live else None,

@@ -39,20 +39,22 @@ class PromptSet:
 
 
 def encode(examples: list[dict], tokenizer: Tokenizer, max_tokens: int, what: str) -> PromptSet:
-    """Tokenises prompts; one longer than max_tokens is dropped and counted, never cut (it would be another task).
+    """Tokenises prompts; one longer than max_tokens is dropped and counted, never cut into another task.
 
     An example's "prompt" is text, or a list of chat messages for the tokenizer's template.
     Raises ValueError if nothing is left.
     """
     kept, tokens = [], []
     for example in examples:
-        ids = tokenizer.encode(example["prompt"])
+        prompt = example["prompt"]
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.chat(prompt)
         if 0 < len(ids) <= max_tokens:
             kept.append(example)
             tokens.append(ids)
     if not kept:
         raise ValueError(
-            f"none of the {len(examples)} {what} prompts has 1 to {max_tokens} tokens; raise rollout.max_prompt_tokens"
+            f"none of the {len(examples)} {what} prompts has 1 to {max_tokens} tokens; "
+            "raise rollout.max_prompt_tokens"
         )
     return PromptSet(tuple(kept), tuple(tokens), len(examples) - len(kept))
 

@@ -171,18 +171,6 @@ class RewardPool:
         return self.submit(completions, examples).result()
 
 
-def decode_rollouts(tokenizer: Tokenizer, rollouts: Rollouts) -> list[str]:
-    """R completions as text: each row's first ``lengths`` ids, special tokens (the stop id) left out."""
-    rows = zip(rollouts.tokens, rollouts.lengths, strict=True)
-    return [tokenizer.decode(tokens[:length].tolist()) for tokens, length in rows]
-
-
-def score_rollouts(pool: RewardPool, tokenizer: Tokenizer, rollouts: Rollouts, prompts: Prompts) -> Scores:
-    """Scores of R rollouts in their order, graded with the example of its prompt (``rollouts.group``)."""
-    examples = [prompts.examples[group] for group in rollouts.group]
-    return pool.score(decode_rollouts(tokenizer, rollouts), examples)
-
-
 class _Job:
     """The rows of one submission, filled as its chunks come back."""
 
@@ -263,7 +251,7 @@ def _read(link: Connection, jobs: dict[int, _Job], lock: threading.Lock) -> None
 
 
 class StreamingScorer:
-    """Scores rollouts as their rows end, while others still decode; `sampling.generate` calls it between segments.
+    """Scores rollouts as their rows end, while others decode; `sampling.generate` calls it between segments.
 
     pool: where they are graded. tokenizer: for the texts. prompts: whose examples the grader sees.
     """
@@ -274,19 +262,23 @@ class StreamingScorer:
 
     def __call__(self, rollouts: Rollouts, rows: np.ndarray) -> None:
         """Submits the rows (numbers in rollouts) that have just ended."""
-        texts = [self._tokenizer.decode(rollouts.tokens[row, : rollouts.lengths[row]].tolist()) for row in rows]
+        ids = [rollouts.tokens[row, : rollouts.lengths[row]].tolist() for row in rows]
+        texts = [self._tokenizer.decode(row) for row in ids]
         examples = [self._prompts.examples[rollouts.group[row]] for row in rows]
         self._parts.append((rows, self._pool.submit(texts, examples)))
 
     def result(self, num_rows: int) -> Scores:
         """Waits for all num_rows rows; their Scores in the rollouts' order. ValueError if some never came."""
-        rewards, seen = np.full(num_rows, np.nan, np.float32), 0
+        rewards, seen = np.full(num_rows, np.nan, np.float32), np.zeros(num_rows, int)
         scores = [(rows, part.result()) for rows, part in self._parts]
         for rows, part in scores:
             rewards[rows] = part.rewards
-            seen += len(rows)
-        if seen != num_rows:
-            raise ValueError(f"{seen} of {num_rows} rollouts were submitted for scoring; submit each row once")
+            np.add.at(seen, rows, 1)
+        if not (seen == 1).all():
+            raise ValueError(
+                f"of {num_rows} rollouts {(seen == 0).sum()} were never submitted for scoring and "
+                f"{(seen > 1).sum()} more than once; submit each row once"
+            )
         return Scores(
             rewards=rewards,
             unscorable=sum(part.unscorable for _, part in scores),

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from rljax import sampling
-from rljax.config import RolloutOptions
 from rljax.models import Model
+from rljax.options import RolloutOptions
 from rljax.types import Prompts, Rollouts
 
 

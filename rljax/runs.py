@@ -9,7 +9,8 @@ import jax
 
 from rljax import config as config_lib
 from rljax import metrics
-from rljax.config import Config, ConfigError
+from rljax.config import ConfigError
+from rljax.options import Config
 
 CONFIG_FILE = "config.json"
 
@@ -29,7 +30,8 @@ def claim(config: Config, workdir: pathlib.Path) -> None:
         if found:
             listed = "; ".join(f"{key} was {before!r}, is now {now!r}" for key, (before, now) in found.items())
             raise ConfigError(
-                f"--workdir={workdir} holds a run of another config: {listed}. Name another folder, or change these back"
+                f"--workdir={workdir} holds a run of another config: {listed}. "
+                "Name another folder, or change these back"
             )
     metrics.write_json(file, config_lib.to_dict(config))
 
@@ -59,7 +61,8 @@ def warnings(line: dict) -> list[str]:
     out = []
     if line["rollouts/truncated"] > 0.5:
         out.append(
-            f"{line['rollouts/truncated']:.0%} of the rollouts were cut at the token limit; raise rollout.max_new_tokens"
+            f"{line['rollouts/truncated']:.0%} of the rollouts were cut at the token limit; "
+            "raise rollout.max_new_tokens"
         )
     if line["train/unscorable"] > 0:
         out.append(f"{line['train/unscorable']} rollouts could not be scored; they carry no gradient")

@@ -1,8 +1,8 @@
 """Prefill and decode on token arrays: a pool of lanes × slots, refilled between segments. No text here.
 
-A lane is bound to one prompt, whose keys and values it holds once; its slots decode that prompt's samples. A slot
-whose row has ended takes the prompt's next sample; a lane with none left takes the next prompt. Rows start at any
-time, so caches and outputs are rings that all rows write at the same column (Decoder.decode).
+A lane is bound to one prompt, whose keys and values it holds once; its slots decode that prompt's samples. A
+slot whose row has ended takes the prompt's next sample; a lane with none left takes the next prompt. Rows start
+at any time, so caches and outputs are rings that all rows write at the same column (Decoder.decode).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax import sharding
-from rljax.models import logprobs
+from rljax import drawing, sharding
 from rljax.models.transformer import KV, Model, Prefix
 from rljax.types import Array, Rollouts, pytree
 
@@ -26,7 +25,8 @@ class Shape:
     """The static half of a pool. Each distinct value compiles once.
 
     prompt_tokens: S. columns: C, the most tokens a row may have. segment: decode steps between refills.
-    top_k, top_p, min_p: filters of the sampled distribution (0, 1, 0 are off). top_logprobs: k recorded a token.
+    top_k, top_p, min_p: filters of the sampled distribution (0, 1, 0 are off).
+    top_logprobs: k recorded a token.
     """
 
     lanes: int
@@ -71,75 +71,6 @@ class Refill:
     sample: Array
     limit: Array
     temperature: Array
-
-
-def filter_logits(logits, top_k: int, top_p: float, min_p: float):
-    """Logits[..., V] with everything outside the filters at -inf; the most likely token always stays."""
-    if top_k > 0:
-        kth = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][..., -1:]
-        logits = jnp.where(logits < kth, -jnp.inf, logits)
-    if top_p < 1.0:
-        probs = jnp.sort(jax.nn.softmax(logits, axis=-1), axis=-1, descending=True)
-        before = jnp.cumsum(probs, axis=-1) - probs  # mass of the likelier tokens
-        least = jnp.min(jnp.where(before < top_p, probs, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(jax.nn.softmax(logits, axis=-1) < least, -jnp.inf, logits)
-    if min_p > 0.0:
-        logits = jnp.where(logits < jnp.max(logits, axis=-1, keepdims=True) + jnp.log(min_p), -jnp.inf, logits)
-    return logits
-
-
-def inverse_cdf(logits, uniforms):
-    """One draw a row from softmax(logits[..., V]), given uniforms[...] in [0, 1).
-
-    Two levels (blocks, then tokens of the block): one uniform a row, where Gumbel noise would take V. A token of
-    probability 0 is never drawn.
-    """
-    V = logits.shape[-1]
-    width = max(1, int(np.ceil(np.sqrt(V))))
-    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
-    weights = jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, -V % width)])
-    weights = weights.reshape(*weights.shape[:-1], -1, width)
-
-    def pick(mass, target):
-        upto = jnp.cumsum(mass, axis=-1)
-        # Rounding may leave the target at or past the last sum; the last index with mass takes it then.
-        target = jnp.minimum(target, upto[..., -1] * (1 - 1e-6))
-        chosen = jnp.argmax((upto > target[..., None]) & (mass > 0), axis=-1)
-        rest = target - jnp.take_along_axis(upto - mass, chosen[..., None], axis=-1)[..., 0]
-        return chosen, jnp.maximum(rest, 0)
-
-    blocks = weights.sum(axis=-1)
-    block, rest = pick(blocks, uniforms * blocks.sum(axis=-1))
-    inside = jnp.take_along_axis(weights, block[..., None, None], axis=-2)[..., 0, :]
-    return (block * width + pick(inside, rest)[0]).astype(jnp.int32)
-
-
-def row_uniforms(key, draw, sample, position):
-    """float32[lanes, slots] from fold_in(key, draw, sample, position): mesh and layout change nothing."""
-
-    def one(draw, sample, position):
-        k = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, draw), sample), position)
-        return jax.random.uniform(k)
-
-    return jax.vmap(jax.vmap(one, (None, 0, 0)))(draw, sample, position)
-
-
-def choose(logits, temperature, uniforms, shape: Shape):
-    """(ids, log-probs, top ids, top log-probs) of the next tokens; temperature 0 takes the most likely one."""
-    greedy = temperature <= 0
-    if shape.top_k > 0 or shape.top_p < 1.0 or shape.min_p > 0.0:
-        # Filters act on the tempered distribution; afterwards the temperature is already in the logits.
-        logits = filter_logits(logprobs.scale(logits, temperature), shape.top_k, shape.top_p, shape.min_p)
-        temperature = jnp.ones_like(temperature)
-    drawn = inverse_cdf(logprobs.scale(logits, temperature), uniforms)
-    ids = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), drawn)
-    chosen = logprobs.token_logprobs(logits, ids, temperature)
-    if shape.top_logprobs == 0:
-        none = jnp.zeros((*ids.shape, 0))
-        return ids, chosen, none.astype(jnp.int32), none
-    scaled = logprobs.scale(logits, temperature)
-    top, top_ids = jax.lax.top_k(scaled, shape.top_logprobs)
-    return ids, chosen, top_ids, top - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
 
 
 def _new_pool(model: Model, dtype, shape: Shape) -> Pool:
@@ -242,8 +173,16 @@ def _decode_segment(params, pool: Pool, refill: Refill, key, *, model: Model, sh
         steps, p = carry
         column = p.clock % shape.columns
         hidden, cache = model.decode(params, p.token, prompt_end + p.index, p.index, prefix, p.cache, column)
-        uniforms = row_uniforms(key, p.draw, p.sample, p.index)
-        ids, chosen, top_ids, top = choose(model.unembed(params, hidden), p.temperature, uniforms, shape)
+        uniforms = drawing.row_uniforms(key, p.draw, p.sample, p.index)
+        ids, chosen, top_ids, top = drawing.choose(
+            model.unembed(params, hidden),
+            p.temperature,
+            uniforms,
+            top_k=shape.top_k,
+            top_p=shape.top_p,
+            min_p=shape.min_p,
+            top_logprobs=shape.top_logprobs,
+        )
         index = p.index + p.active
         ended = jnp.isin(ids, stops)
         full = index >= p.limit
@@ -306,7 +245,10 @@ class _Board:
         return bound
 
     def refill(self, limits: np.ndarray, temperatures: np.ndarray) -> Refill:
-        """Fills idle slots with their lane's next samples. limits: [R]; temperatures: by sample, last repeated."""
+        """Fills idle slots with their lane's next samples.
+
+        limits: [R]. temperatures: by sample, the last is repeated.
+        """
         grid = self.row.shape
         out = Refill(
             start=np.zeros(grid, bool),
@@ -374,9 +316,10 @@ def generate(
 ) -> Rollouts:
     """Samples completions of P tokenised prompts; each prompt is prefilled once.
 
-    num_samples: of every prompt, or P counts (0 skips a prompt). max_new_tokens: of every row, or one limit a row
-    (rows sorted by prompt, then sample); a stop id counts. temperature: of every row, or one a sample (the last is
-    repeated); 0 is greedy. stop_ids end a row and stay in it. top_logprobs: k most likely tokens recorded a step.
+    num_samples: of every prompt, or P counts (0 skips a prompt). max_new_tokens: of every row, or one limit a
+    row (rows sorted by prompt, then sample); a stop id counts. temperature: of every row, or one a sample (the
+    last is repeated); 0 is greedy. stop_ids end a row and stay in it. top_k, top_p, min_p: drawing.filter_logits.
+    top_logprobs: k most likely tokens recorded a step.
     draws: int[P], the coordinates of the random keys fold_in(key, draw, sample, position); default 0…P-1.
     lanes × slots rows decode at once (default: everything). prompt_capacity: pads prompts to at least this.
     on_finished(rollouts, rows) is called between segments with the rows that have just ended.

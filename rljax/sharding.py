@@ -1,7 +1,7 @@
 """The mesh, the one table from logical axes to mesh axes, and trees of NamedSharding.
 
-No other module names a mesh axis. Parameters say their logical axes (models/transformer.py); batches and caches
-are sharded by prompt.
+No other module names a mesh axis. Parameters say their logical axes (models/transformer.py); batches and
+caches are sharded by prompt.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def make_mesh(*, data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -
     if bad:
         raise ValueError(f"{', '.join(bad)}: an axis is a positive number of devices, or -1")
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    if free:
-        sizes[free[0]] = len(devices) // fixed
-    if math.prod(sizes.values()) != len(devices):
-        asked = " × ".join(f"{name}={size}" for name, size in sizes.items())
+    if fixed != len(devices) and not (free and len(devices) % fixed == 0):
+        asked = " × ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size != -1)
         raise ValueError(
-            f"mesh {asked} has {math.prod(sizes.values())} places for {len(devices)} devices; "
+            f"{asked} = {fixed} does not {'divide' if free else 'equal'} the number of devices, {len(devices)}; "
             f"choose mesh.data, mesh.fsdp and mesh.tensor with product {len(devices)}"
         )
+    if free:
+        sizes[free[0]] = len(devices) // fixed
     return Mesh(np.asarray(devices).reshape([sizes[a] for a in MESH_AXES]), MESH_AXES)
 
 
@@ -72,14 +72,18 @@ def partition_spec(axes: tuple[str | None, ...], what: str = "array") -> Partiti
         names = RULES[axis]
         clash = [n for n in names if n in used]
         if clash:
-            raise ValueError(f"{what}: axes {axes} use mesh axis {clash[0]!r} twice; change RULES in sharding.py")
+            raise ValueError(
+                f"{what}: axes {axes} use mesh axis {clash[0]!r} twice; change RULES in sharding.py"
+            )
         used += names
         parts.append(names if names else None)
     return PartitionSpec(*parts)
 
 
-def named(mesh: Mesh, *axes: str | None, shape: tuple[int, ...] | None = None, what: str = "array") -> NamedSharding:
-    """Sharding of an array by logical axes; with `shape`, a dimension that does not divide is a ValueError."""
+def named(
+    mesh: Mesh, *axes: str | None, shape: tuple[int, ...] | None = None, what: str = "array"
+) -> NamedSharding:
+    """Sharding of an array by logical axes. With `shape`, a dimension that does not divide is a ValueError."""
     spec = partition_spec(axes, what)
     if shape is not None:
         for axis, size in zip(axes, shape, strict=True):
@@ -97,7 +101,8 @@ def params_shardings(mesh: Mesh, axes, abstract):
     """NamedSharding for each parameter. axes: tree of logical names; abstract: tree of shapes."""
 
     def one(path, names, leaf):
-        return named(mesh, *names, shape=leaf.shape, what=jax.tree_util.keystr(path, simple=True, separator="."))
+        what = jax.tree_util.keystr(path, simple=True, separator=".")
+        return named(mesh, *names, shape=leaf.shape, what=what)
 
     return jax.tree_util.tree_map_with_path(one, axes, abstract, is_leaf=lambda x: isinstance(x, tuple))
 
@@ -130,7 +135,7 @@ def put_by_prompt(mesh: Mesh, tree):
 
 
 def like_params(tree, params_shardings_tree, mesh: Mesh):
-    """Shardings of an optimizer state: a subtree shaped like the parameters takes theirs, the rest is replicated."""
+    """Shardings of an optimizer state: a subtree shaped like the parameters takes theirs, the rest none."""
     params_structure = jax.tree.structure(params_shardings_tree)
 
     def is_params(node):

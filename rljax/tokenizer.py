@@ -21,7 +21,7 @@ class Tokenizer:
     stop_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of text, with the special tokens the tokenizer itself adds (a BOS, where the model has one)."""
+        """Token ids of text, with the special tokens the tokenizer itself adds (a BOS, where it has one)."""
         return list(self.inner(text)["input_ids"])
 
     def decode(self, ids) -> str:
@@ -52,7 +52,8 @@ def load(path: str | os.PathLike, *, stop: tuple[int, ...] = ()) -> Tokenizer:
     Raises FileNotFoundError if the directory has no tokenizer, ValueError if no stop id is found.
     """
     folder = hf.resolve(path)
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    if not any((folder / name).is_file() for name in files):
         raise FileNotFoundError(f"{folder} has no tokenizer.json; copy the model's tokenizer files into it")
     inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     ids = set(stop)
@@ -63,6 +64,8 @@ def load(path: str | os.PathLike, *, stop: tuple[int, ...] = ()) -> Tokenizer:
     if inner.eos_token_id is not None:
         ids.add(inner.eos_token_id)
     if not ids:
-        raise ValueError(f"{folder}: no eos_token_id in generation_config.json, config.json or tokenizer; completions "
-                         "could not end. Add one")
+        raise ValueError(
+            f"{folder}: no eos_token_id in generation_config.json, config.json or tokenizer; "
+            "completions could not end. Add one"
+        )
     return Tokenizer(inner, tuple(sorted(ids)))

@@ -10,24 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from rljax import (
-    batching,
-    budget,
-    evaluate,
-    learner,
-    metrics,
-    prompts as prompts_lib,
-    rewards,
-    rollout,
-    runs,
-    sharding,
-    tasks,
-    tokenizer as tokenizer_lib,
-)
+from rljax import batching, budget, evaluate, learner, metrics, rewards, rollout, runs, sharding, tasks
+from rljax import prompts as prompts_lib
+from rljax import tokenizer as tokenizer_lib
 from rljax.algos import cero, down_sampling
 from rljax.checkpoint import Checkpointer
-from rljax.config import Config
 from rljax.models import Model, hf
+from rljax.options import Config
 from rljax.types import Rollouts, RunState
 
 SAMPLES, EVALUATION, SELECTION, CONTROL = range(4)  # streams of random keys, folded from the run's seed
@@ -135,7 +124,8 @@ def build(config: Config, task: tasks.Task, pool: rewards.RewardPool) -> tuple[P
     tokenizer = tokenizer_lib.load(config.model.path)
     limit = config.rollout.max_prompt_tokens
     train = prompts_lib.encode(task.train, tokenizer, limit, "training")
-    optimizer = learner.make_optimizer(config.learner, runs.total_steps(config) * config.learner.minibatches * config.learner.epochs)
+    updates = runs.total_steps(config) * config.learner.minibatches * config.learner.epochs
+    optimizer = learner.make_optimizer(config.learner, updates)
     state = learner.init(params, optimizer)
     settings = learner.Settings(
         model=model,
@@ -174,8 +164,8 @@ def check_division(config: Config, mesh) -> None:
     for name, size in sizes.items():
         if size % shards:
             raise ValueError(
-                f"{name} = {size} does not divide over the {shards} devices that split prompts (mesh.data × mesh.fsdp); "
-                f"make it a multiple of {shards}, or change the mesh"
+                f"{name} = {size} does not divide over the {shards} devices that split prompts "
+                f"(mesh.data × mesh.fsdp); make it a multiple of {shards}, or change the mesh"
             )
 
 

@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from configs import default
 from rljax import config as config_lib
+from rljax import options
 from rljax.algos import advantages, down_sampling, kl, losses
 
 # For each key a valid value that is not the default's, and what else must change for it to be valid.
@@ -46,6 +47,7 @@ CHANGED = {
     "cero.prior_beta": (3.0, {}),
     "cero.discount": (0.9, {}),
     "cero.success_threshold": (1.0, {}),
+    "cero.min_visits": (2, {"budget.rule": "cero"}),
     "pods.rule": ("max_variance", {}),
     "pods.keep": (4, {"pods.rule": "max_variance"}),
     "pods.normalize_over": ("all", {}),
@@ -249,7 +251,7 @@ def test_no_number_may_be_far_below_zero_but_a_reward(key, spec):
 @pytest.mark.parametrize("key, spec", config_lib.KEYS.items())
 def test_unknown_choices_are_told_with_the_known_ones(key, spec):
     for rule in spec.rules:
-        if isinstance(rule, config_lib.OneOf):
+        if isinstance(rule, options.OneOf):
             assert error_of({key: "zzz"}) == f"{key} = 'zzz' is not known; known: {', '.join(rule.names)}"
 
 
@@ -289,7 +291,7 @@ PODS = {"pods.rule": "max_variance"}
         ({"rollout.temperature": 0.0}, ["rollout.temperature = 0", "greedy", "set it above 0"]),
         ({"rollout.top_k": 5}, ["rollout.top_k = 5 is on in training", "set it to 0"]),
         ({"rollout.top_p": 0.9}, ["rollout.top_p = 0.9 is on in training", "set it to 1.0"]),
-        ({"rollout.segment": 11}, ["rollout.segment = 11", "rollout.max_new_tokens = 10", "at most 10"]),
+        ({"rollout.segment": 11}, ["rollout.segment = 11", "rollout.max_new_tokens = 8", "at most 8"]),
         ({"budget.rollouts": 511}, ["budget.rollouts = 511", "32 * 16 = 512", "raise it"]),
         (CERO | {"rollout.samples": 17}, ["rollout.samples = 17", "rollout.slots = 16; raise"]),
         (CERO | {"task.train_prompts": 100, "budget.rollouts": 40_001}, ["100 * 25 * 16 = 40000"]),

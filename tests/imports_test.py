@@ -12,22 +12,27 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "rljax"
 
 STAGES = ("prompts", "sampling", "rollout", "rewards", "batching", "learner", "checkpoint", "metrics")
-PARTS = ("types", "sharding", "tokenizer", "tasks", "tasks.*", "models", "models.*", "algos", "algos.*")
+PARTS = (
+    "options", "types", "sharding", "tokenizer", "tasks", "tasks.*", "models", "models.*", "algos", "algos.*",
+)  # fmt: skip
 
 # Module of rljax (a pattern) -> the modules of rljax that it may import (patterns). "" is the package itself,
 # which holds the version. A module that stands in no line is an error: place it here first.
 TABLE = {
     "": (),
     "main": ("", "config", "train", "evaluate", "report", "plan"),
-    "train": ("config", "evaluate", *STAGES, *PARTS),
-    "evaluate": ("config", *STAGES, *PARTS),
+    "train": ("runs", "evaluate", "budget", *STAGES, *PARTS),
+    "runs": ("config", "metrics", *PARTS),
+    "evaluate": (*STAGES, *PARTS),
     "report": ("config", *STAGES, *PARTS),
     "plan": ("config", *STAGES, *PARTS),
-    "config": (),
+    "config": ("options",),
+    "options": (),
     # Stages take their block of the config as a frozen dataclass, and import no other stage but these.
-    "rollout": ("config", "sampling", *PARTS),
-    "rewards": ("config", "reward_server", *PARTS),
-    **dict.fromkeys([stage for stage in STAGES if stage not in ("rollout", "rewards")], ("config", *PARTS)),
+    "rollout": ("sampling", *PARTS),
+    "budget": ("prompts", *PARTS),  # draws from the stream until a step's slots are full
+    "rewards": ("reward_server", *PARTS),
+    **dict.fromkeys([stage for stage in STAGES if stage not in ("rollout", "rewards")], PARTS),
     "reward_server": (),
     "types": (),
     "sharding": ("types",),
@@ -41,7 +46,7 @@ TABLE = {
 }
 
 # Import of these needs no jax (faults.md 24): what worker processes and the command line import.
-NO_JAX = ("", "main", "config", "reward_server", "tasks", "tasks.*")
+NO_JAX = ("", "main", "config", "options", "reward_server", "tasks", "tasks.*")
 JAX = ("jax", "flax", "optax", "orbax", "tensorflow_datasets", "transformers")
 
 

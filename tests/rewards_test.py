@@ -201,7 +201,7 @@ def test_no_rows():
     assert scores.rewards.shape == (0,) and scores.rewards.dtype == np.float32
 
 
-def test_score_rollouts_decodes_each_row_and_takes_its_own_prompt():
+def test_rows_scored_as_they_end_keep_their_place_and_take_their_own_prompt():
     tokenizer = types.SimpleNamespace(decode=lambda ids: "".join(chr(96 + i) for i in ids if i != 26))
     prompts = rljax_types.Prompts(
         ids=np.array([5, 3]),
@@ -219,9 +219,13 @@ def test_score_rollouts_decodes_each_row_and_takes_its_own_prompt():
         top_ids=np.zeros((4, 4, 0), np.int32),
         top_logprobs=np.zeros((4, 4, 0), np.float32),
     )
-    assert rewards.decode_rollouts(tokenizer, rollouts) == ["ab", "a", "abbb", "a"]
     with pool_of(lambda completion, example: float(completion == example["answer"])) as pool:
-        scores = rewards.score_rollouts(pool, tokenizer, rollouts, prompts)
+        scorer = rewards.StreamingScorer(pool, tokenizer, prompts)
+        scorer(rollouts, np.array([3, 0]))
+        with pytest.raises(ValueError, match="2 of 4 rollouts"):
+            scorer.result(4)
+        scorer(rollouts, np.array([2, 1]))
+        scores = scorer.result(4)
     np.testing.assert_array_equal(scores.rewards, [1, 0, 0, 1])
 
 

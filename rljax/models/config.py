@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Frequency scaling of rotary embeddings. kind: "linear" or "llama3" (Llama 3.1, section 3.4.2 of 2407.21783)."""
+    """Frequency scaling of rotary embeddings. kind: "linear", or "llama3" (2407.21783, section 3.4.2)."""
 
     kind: str
     factor: float
@@ -42,7 +42,8 @@ class ModelConfig:
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
+                f"num_attention_heads={self.num_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings turn pairs of features")

@@ -57,8 +57,8 @@ def resolve(path: str | os.PathLike) -> pathlib.Path:
         return ASSETS / str(path)
     shipped = sorted(p.name for p in ASSETS.iterdir() if p.is_dir()) if ASSETS.is_dir() else []
     raise FileNotFoundError(
-        f"model.path={str(path)!r} is no directory and no shipped checkpoint ({', '.join(shipped) or 'none shipped'}). "
-        f"Get it with: huggingface-cli download {path} --local-dir DIR, then set model.path=DIR"
+        f"model.path={str(path)!r} is no directory and no shipped checkpoint "
+        f"({', '.join(shipped) or 'none shipped'}). Get it with: huggingface-cli download {path} --local-dir DIR, then set model.path=DIR"
     )
 
 
@@ -66,7 +66,7 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
     """config.json of transformers 4.x (rope_theta, rope_scaling) or 5.x (rope_parameters) → ModelConfig."""
     file = folder / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing; a Hugging Face checkpoint has config.json beside its weights")
+        raise FileNotFoundError(f"{file} is missing; a checkpoint has config.json beside its weights")
     try:
         c = json.loads(file.read_text())
     except json.JSONDecodeError as e:
@@ -161,8 +161,8 @@ def load(path: str | os.PathLike, *, dtype: str = "float32", mesh=None, remat: s
     """(Model, params) of a Hugging Face directory or a shipped checkpoint.
 
     dtype: of the parameters, "float32" | "bfloat16". mesh: where they go (default: the first local device);
-    each device's shard is read straight from the file. Raises FileNotFoundError for a missing file, ValueError for
-    an unknown architecture, a missing or extra tensor or a wrong shape.
+    each device's shard is read straight from the file. Raises FileNotFoundError for a missing file, ValueError
+    for an unknown architecture, a missing or extra tensor or a wrong shape.
     """
     folder = resolve(path)
     model = Model(read_config(folder), remat=remat)
@@ -230,7 +230,8 @@ def tensor_names(c: ModelConfig) -> dict[str, tuple[tuple[str, ...], int | None,
             suffix, transposed = _LAYER[keys[1]]
             shape = leaf.shape[1:]
             for i in range(c.num_layers):
-                out[f"model.layers.{i}.{suffix}"] = (keys, i, transposed, shape[::-1] if transposed else shape)
+                stored = shape[::-1] if transposed else shape
+                out[f"model.layers.{i}.{suffix}"] = (keys, i, transposed, stored)
         else:
             name, transposed = _TOP[keys[0]]
             out[name] = (keys, None, transposed, leaf.shape[::-1] if transposed else leaf.shape)
@@ -278,10 +279,12 @@ class _Tensors:
         for name, shape in shapes.items():
             stored = tuple(self.where[name].get_slice(name).get_shape())
             if stored != tuple(shape):
-                raise ValueError(f"{self.folder}: tensor {name} has shape {stored}, config.json asks for {shape}")
+                raise ValueError(
+                    f"{self.folder}: tensor {name} has shape {stored}, config.json asks for {tuple(shape)}"
+                )
 
     def read(self, parts: dict, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
-        """The slice `index` of a leaf whose layers (or None) are stored as `parts`: layer → (name, transposed)."""
+        """The slice `index` of a leaf. parts: layer (or None, not stacked) → (tensor name, transposed)."""
         if None in parts:
             return self._one(*parts[None], index)
         layers = range(*index[0].indices(shape[0]))

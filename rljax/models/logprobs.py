@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def scale(logits, temperature):
-    """float32 logits[..., V] / temperature (a scalar or one a row, [...]); a temperature of 0 (greedy) leaves them."""
+    """float32 logits[..., V] / temperature, a scalar or one a row [...]; 0 (greedy) leaves them as they are."""
     temperature = jnp.asarray(temperature, jnp.float32)[..., None]
     return logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0)
 
@@ -15,7 +15,9 @@ def scale(logits, temperature):
 def token_logprobs(logits, ids, temperature=1.0):
     """log softmax(logits / temperature)[ids] in float32.
 
-    logits: [..., V]. ids: int[...]. temperature: scalar or float[...]; 0 stands for 1, since a greedy choice has no log-prob.
+    logits: [..., V]. ids: int[...].
+    temperature: scalar or float[...]; 0 stands for 1, since a greedy choice has
+    no log-prob.
     Returns float32[...], at most 0.
     """
     scaled = scale(logits, temperature)
@@ -45,11 +47,11 @@ def chunked_logprobs(unembed, hidden, ids, temperature, chunk: int):
 
 
 def completion_logprobs(model, params, batch, temperature, chunk: int):
-    """float32[P, K, T] log-probabilities of the completions of a batch; the prompt is computed once for its K rows.
+    """float32[P, K, T] log-probabilities of a batch's completions; a prompt is computed once for its K rows.
 
-    batch: prompt_tokens [P, S], prompt_lengths [P], tokens [P, K, T], lengths [P, K] (types.TrainBatch). The last
-    prompt token is each row's first input, so that every completion token has its input inside the row: the
-    sampler feeds its rows the same way. Values past `lengths` mean nothing and must be masked.
+    batch: prompt_tokens [P, S], prompt_lengths [P], tokens [P, K, T], lengths [P, K] (types.TrainBatch). The
+    last prompt token is each row's first input, so that every completion token has its input inside the row:
+    the sampler feeds its rows the same way. Values past `lengths` mean nothing and must be masked.
     """
     S, T = batch.prompt_tokens.shape[1], batch.tokens.shape[2]
     prefix_valid = jnp.arange(S) < batch.prompt_lengths[:, None] - 1

@@ -1,7 +1,7 @@
 """One decoder for every supported family, as a Flax NNX module split once into (graphdef, params).
 
-`Model` is the static half: hashable, so that it can be a static argument of jit. Parameters are a nested dict of
-arrays; every method takes them first. Weights are stored [in, out] and stacked along a leading layer axis.
+`Model` is the static half: hashable, so that it can be a static argument of jit. Parameters are a nested dict
+of arrays; every method takes them first. Weights are stored [in, out] and stacked along a leading layer axis.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rljax.models.config import ModelConfig
 
 
 class KV(NamedTuple):
-    """Keys (rotated) and values of all layers: [L, P, G, KV, C, D] of rows, or [L, P, KV, S, D] of prefixes."""
+    """Keys (rotated) and values of all layers: [L, P, G, KV, C, D] of rows, [L, P, KV, S, D] of prefixes."""
 
     k: Any
     v: Any
@@ -99,7 +99,7 @@ class Decoder(nnx.Module):
         self.config = c
 
     def extend(self, tokens, positions, valid, prefix: Prefix | None, remat: str):
-        """hidden[P, G, T, E] and each layer's own keys and values, of rows after an optional shared prefix."""
+        """hidden[P, G, T, E] and each layer's own keys and values, of rows after an optional prefix."""
         x, cos, sin = self._embed(tokens, positions)
         window = self.config.sliding_window
         mask = attention.visible(positions, positions, valid, window)
@@ -122,9 +122,9 @@ class Decoder(nnx.Module):
     def decode(self, tokens, positions, index, prefix: Prefix, cache: KV, column):
         """One token a row; its key and value go into `column` of the cache, in place inside a loop.
 
-        The cache is a ring of C columns that all rows write at the same place, so a write is one slice and a row
-        may start at any time: column c was written (column - c) mod C steps ago, and belongs to the row if the
-        row has lived that long. index: int32[P, G], the row's steps before this one (at most C - 1).
+        The cache is a ring of C columns that all rows write at the same place, so a write is one slice and a
+        row may start at any time: column c was written (column - c) mod C steps ago, and belongs to the row if
+        the row has lived that long. index: int32[P, G], the row's steps before this one (at most C - 1).
         """
         x, cos, sin = self._embed(tokens[..., None], positions[..., None])
         window = self.config.sliding_window
@@ -139,9 +139,11 @@ class Decoder(nnx.Module):
             pick = functools.partial(jax.lax.dynamic_index_in_dim, index=i, axis=0, keepdims=False)
             block = nnx.merge(graphdef, jax.tree.map(pick, stacked))
             q, k, v = block.qkv(x, cos, sin)
-            put = lambda buffer, new: jax.lax.dynamic_update_slice(
-                buffer, jnp.swapaxes(new, 2, 3)[None].astype(buffer.dtype), (i, 0, 0, 0, column, 0)
-            )
+
+            def put(buffer, new):
+                new = jnp.swapaxes(new, 2, 3)[None].astype(buffer.dtype)
+                return jax.lax.dynamic_update_slice(buffer, new, (i, 0, 0, 0, column, 0))
+
             cache = KV(put(cache.k, k), put(cache.v, v))
             own, shared = jax.tree.map(pick, (cache, prefix.kv))
             out = attention.attend(q, own.k, own.v, mask, shared.k, shared.v, prefix_mask)
@@ -234,7 +236,7 @@ class Model:
 
 
 def logits(model: Model, params, tokens, lengths=None):
-    """Next-token logits float32[B, S, V] of right-padded rows int32[B, S] of `lengths` int32[B] (default: all S)."""
+    """Next-token logits float32[B, S, V] of right-padded rows int32[B, S]; lengths: int32[B] (default: all S)."""
     tokens = jnp.asarray(tokens)
     if lengths is None:
         valid = jnp.ones(tokens.shape, bool)

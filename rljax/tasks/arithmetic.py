@@ -1,11 +1,12 @@
 """Arithmetic of mixed difficulty, generated: "37+48=" → "85", graded by exact match.
 
-A problem's operand pairs decide its split: a pair belongs to the warm start, to training or to the held-out set,
-whatever the operator and the order, so no split ever sees another's pairs.
+A problem's operand pairs decide its split: a pair belongs to the warm start, to training or to the held-out
+set, whatever the operator and the order, so no split ever sees another's pairs.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
 from collections.abc import Callable
@@ -78,7 +79,7 @@ def draw(kind: str, split: str, rng: random.Random) -> Terms:
     """A problem of a kind all of whose neighbouring operand pairs belong to the split."""
     while True:
         terms, ops = KINDS[kind](rng)
-        if all(split_of(a, b) == split for a, b in zip(terms, terms[1:])):
+        if all(split_of(a, b) == split for a, b in itertools.pairwise(terms)):
             return terms, ops
 
 
@@ -87,7 +88,7 @@ def text(terms: list[int], ops: list[str]) -> str:
 
 
 def parse_mix(mix: str) -> dict[str, float]:
-    """ "add2:3,mul21:1" → {"add2": 3.0, "mul21": 1.0}; "" is DEFAULT_MIX. Raises ValueError for anything else."""
+    """ "add2:3,mul21:1" → {"add2": 3.0, "mul21": 1.0}; "" is DEFAULT_MIX. Raises ValueError if malformed."""
     weights = {}
     for part in (mix if mix else DEFAULT_MIX).split(","):
         kind, _, weight = part.strip().partition(":")

@@ -1,0 +1,208 @@
+"""The frozen tree that a configuration becomes: one dataclass a block of configs/default.py, with its rules.
+
+No defaults here: configs/default.py is the only place that has, and says what each key means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from typing import Annotated, NamedTuple
+
+
+class Range(NamedTuple):
+    """Numbers from low to high, the ends included; ``above`` and ``below`` exclude theirs."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def complaint(self, value) -> str | None:
+        if self.low <= value <= self.high and self.above < value < self.below:
+            return None
+        limits = {"at least": self.low, "at most": self.high, "above": self.above, "below": self.below}
+        finite = [f"{word} {limit:.15g}" for word, limit in limits.items() if math.isfinite(limit)]
+        return f"must be {' and '.join(finite)}"
+
+
+class OneOf(NamedTuple):
+    """One of the named choices."""
+
+    names: tuple[str, ...]
+
+    def complaint(self, value) -> str | None:
+        if value in self.names:
+            return None
+        near = difflib.get_close_matches(value, self.names, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        return f"is not known{hint}; known: {', '.join(self.names)}"
+
+
+class FileName(NamedTuple):
+    """A string that can be a part of a folder's name."""
+
+    def complaint(self, value) -> str | None:
+        good = re.fullmatch(r"[\w.+-]+", value)
+        return None if good else "is to be part of a folder's name: use letters, digits and _ . + -"
+
+
+MAX_INT32 = 2**31 - 1
+Seed = Annotated[int, Range(low=0, high=MAX_INT32)]
+Count = Annotated[int, Range(low=1, high=MAX_INT32)]
+CountOrOff = Annotated[int, Range(low=0, high=MAX_INT32)]
+NonNegative = Annotated[float, Range(low=0)]
+Positive = Annotated[float, Range(above=0)]
+PositiveOrNone = Annotated[float | None, Range(above=0)]
+NonNegativeOrNone = Annotated[float | None, Range(low=0)]
+Decay = Annotated[float, Range(low=0, below=1)]
+AxisSize = Annotated[int, Range(low=-1)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    path: str
+    dtype: Annotated[str, OneOf(("float32", "bfloat16"))]
+    remat: Annotated[str, OneOf(("none", "layer"))]
+    token_chunk: Count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    name: str
+    path: str
+    seed: Seed
+    train_prompts: Count
+    eval_prompts: Count
+    mix: str
+    shuffle_rewards: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    prompts: Count
+    samples: Count
+    max_prompt_tokens: Count
+    max_new_tokens: Count
+    temperature: NonNegative
+    top_k: CountOrOff
+    top_p: Annotated[float, Range(above=0, high=1)]
+    lanes: Count
+    slots: Count
+    segment: Count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BudgetOptions:
+    rule: Annotated[str, OneOf(("uniform", "cero"))]
+    rollouts: Count
+    epochs: Count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CeroOptions:
+    """None stays None: algos.cero derives these from the number of prompts that the data set really has."""
+
+    eta: PositiveOrNone
+    step_theta: NonNegativeOrNone
+    step_mu: NonNegativeOrNone
+    prior_alpha: Positive
+    prior_beta: Positive
+    discount: Annotated[float, Range(low=0, high=1)]
+    success_threshold: float
+    min_visits: CountOrOff
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PodsOptions:
+    rule: Annotated[str, OneOf(("all", "max_variance", "max_reward", "random", "percentile"))]
+    keep: Count
+    normalize_over: Annotated[str, OneOf(("kept", "all"))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdvantageOptions:
+    baseline: Annotated[str, OneOf(("mean", "loo"))]
+    scale: Annotated[str, OneOf(("std", "none"))]
+    eps: NonNegative
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    objective: Annotated[str, OneOf(("ppo", "cispo"))]
+    ratio: Annotated[str, OneOf(("token", "sequence"))]
+    clip_low: Annotated[float, Range(low=0, high=1)]
+    clip_high: NonNegative
+    dual_clip: Annotated[float | None, Range(above=1)]
+    aggregate: Annotated[str, OneOf(("token", "sequence", "constant"))]
+    kl_coef: NonNegative
+    kl_kind: Annotated[str, OneOf(("k1", "k2", "k3"))]
+    correction: Annotated[str, OneOf(("none", "truncate", "mask"))]
+    correction_level: Annotated[str, OneOf(("token", "sequence"))]
+    correction_low: NonNegative
+    correction_high: Positive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnerOptions:
+    learning_rate: NonNegative
+    warmup_updates: CountOrOff
+    schedule: Annotated[str, OneOf(("constant", "cosine"))]
+    adam_b1: Decay
+    adam_b2: Decay
+    adam_eps: Positive
+    weight_decay: NonNegative
+    max_grad_norm: NonNegative
+    minibatches: Count
+    epochs: Count
+    micro_batches: Count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshOptions:
+    data: AxisSize
+    fsdp: AxisSize
+    tensor: AxisSize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    every: CountOrOff
+    samples: Count
+    temperature: NonNegative
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardsOptions:
+    workers: Count
+    cpu_seconds: Positive
+    memory_mb: Count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    every: CountOrOff
+    keep: Count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run, checked and resolved. The fields are those of configs/default.py."""
+
+    name: Annotated[str, FileName()]
+    seed: Seed
+    model: ModelOptions
+    task: TaskOptions
+    rollout: RolloutOptions
+    budget: BudgetOptions
+    cero: CeroOptions
+    pods: PodsOptions
+    advantage: AdvantageOptions
+    loss: LossOptions
+    learner: LearnerOptions
+    mesh: MeshOptions
+    eval: EvalOptions
+    rewards: RewardsOptions
+    checkpoint: CheckpointOptions
