@@ -20,6 +20,7 @@ setup(
         "absl-py>=2.1",
         "cloudpickle>=3.0",
         "flax>=0.12.8",
+        "gguf>=0.19",
         "jax>=0.10.2",
         "jinja2>=3.1",  # chat templates of transformers' tokenizers
         "math-verify[antlr4_13_2]>=0.9",
@@ -30,6 +31,7 @@ setup(
         "safetensors>=0.6",
         "tensorboardX>=2.6.4",
         "tensorflow-datasets>=4.9.8",
+        "tokenizers>=0.22",
         "transformers>=5,<6",
     ],
     extras_require={

@@ -12,9 +12,9 @@ from rljax.models import logprobs
 def filter_logits(logits, top_k: int, top_p: float, min_p: float):
     """Logits[..., V] with everything outside the filters at -inf; the most likely token always stays.
 
-    top_k: the k most likely, 0 is off. top_p: the fewest likeliest tokens whose mass reaches it, of what top_k
-    leaves, 1 is off. min_p: tokens at least this fraction as likely as the most likely, 0 is off. Ties with the
-    last token that stays also stay.
+    top_k: the k most likely; 0 is off. top_p: of what top_k leaves, the fewest likeliest tokens whose mass
+    reaches it; 1 is off. min_p: tokens at least this fraction as likely as the most likely; 0 is off. Ties
+    with the last token that stays also stay.
     """
     if top_k > 0:
         kth = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][..., -1:]
@@ -35,8 +35,8 @@ def filter_logits(logits, top_k: int, top_p: float, min_p: float):
 def inverse_cdf(logits, uniforms):
     """One draw a row from softmax(logits[..., V]), given uniforms[...] in [0, 1): int32[...].
 
-    Two levels (blocks, then tokens of the block): one uniform a row, where Gumbel noise would take V. A token of
-    probability 0 is never drawn.
+    Two levels (blocks, then tokens of the block): one uniform a row, where Gumbel noise would take V. A token
+    of probability 0 is never drawn.
     """
     V = logits.shape[-1]
     width = max(1, int(np.ceil(np.sqrt(V))))
@@ -61,7 +61,7 @@ def inverse_cdf(logits, uniforms):
 
 
 def row_uniforms(key, draw, sample, position):
-    """float32[lanes, slots] in [0, 1) from fold_in(key, draw, sample, position): mesh and layout change nothing.
+    """float32[lanes, slots] in [0, 1) from fold_in(key, draw, sample, position), whatever the layout.
 
     draw: uint32[lanes]. sample, position: int32[lanes, slots].
     """
@@ -85,9 +85,9 @@ def choose(
 ):
     """(ids, log-probs, top ids, top log-probs) of the next tokens; temperature 0 takes the most likely one.
 
-    logits: [..., V]. temperature, uniforms: float32[...]. Log-probs are of the distribution sampled from, filters
-    included, and for a greedy choice of temperature 1. Returns int32[...], float32[...], and int32 and
-    float32[..., top_logprobs] in falling order.
+    logits: [..., V]. temperature, uniforms: float32[...]. Log-probs are of the distribution sampled from,
+    filters included, and of temperature 1 for a greedy choice. Returns int32[...], float32[...], and int32
+    and float32[..., top_logprobs] in falling order.
     """
     greedy = temperature <= 0
     if top_k > 0 or top_p < 1.0 or min_p > 0.0:

@@ -11,8 +11,8 @@ import optax
 
 from rljax import sharding
 from rljax.algos import kl, losses, masked
-from rljax.options import LearnerOptions, LossOptions
 from rljax.models import Model, logprobs
+from rljax.options import LearnerOptions, LossOptions
 from rljax.types import LearnerState, TrainBatch
 
 

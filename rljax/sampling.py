@@ -1,8 +1,8 @@
 """Prefill and decode on token arrays: a pool of lanes × slots, refilled between segments. No text here.
 
 A lane is bound to one prompt, whose keys and values it holds once; its slots decode that prompt's samples. A
-slot whose row has ended takes the prompt's next sample; a lane with none left takes the next prompt. Rows start
-at any time, so caches and outputs are rings that all rows write at the same column (Decoder.decode).
+slot whose row has ended takes the prompt's next sample; a lane with none left takes the next prompt. Rows
+start at any time, so caches and outputs are rings that all rows write at the same column (Decoder.decode).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from rljax import drawing, sharding
 from rljax.models.transformer import KV, Model, Prefix
+from rljax.slots import Board, Refill
 from rljax.types import Array, Rollouts, pytree
 
 
@@ -63,16 +64,6 @@ class Pool:
     clock: Array  # int32[], decode steps so far
 
 
-@pytree
-class Refill:
-    """Rows that start at a segment's begin, by slot. start: bool[lanes, slots]; the rest as in Pool."""
-
-    start: Array
-    sample: Array
-    limit: Array
-    temperature: Array
-
-
 def _new_pool(model: Model, dtype, shape: Shape) -> Pool:
     c, lanes, slots, C = model.config, shape.lanes, shape.slots, shape.columns
 
@@ -116,9 +107,7 @@ def _pool_shardings(mesh, pool: Pool) -> Pool:
     return dataclasses.replace(
         rest,
         cache=KV(*[spec(None, split, None, None)] * 2),
-        prefix=Prefix(
-            KV(*[spec(split, None, None)] * 2), *[sharding.named(mesh, "prompts", None)] * 2
-        ),
+        prefix=Prefix(KV(*[spec(split, None, None)] * 2), *[sharding.named(mesh, "prompts", None)] * 2),
         clock=sharding.replicated(mesh),
     )
 
@@ -165,8 +154,11 @@ def _decode_segment(params, pool: Pool, refill: Refill, key, *, model: Model, sh
     prefix, prompt_end = pool.prefix, jnp.sum(pool.prefix.valid, axis=1, dtype=jnp.int32)[:, None]
     stops = jnp.asarray(shape.stop_ids, jnp.int32)
 
-    def write(ring, value, column):
+    def write(ring, value, column, active):
+        # A row that has ended waits here for the segment's end: the ring may come round to its own columns.
         value = jnp.expand_dims(value, 2).astype(ring.dtype)
+        old = jax.lax.dynamic_slice_in_dim(ring, column, 1, axis=2)
+        value = jnp.where(active.reshape(*active.shape, *[1] * (value.ndim - 2)), value, old)
         return jax.lax.dynamic_update_slice_in_dim(ring, value, column, axis=2)
 
     def step(carry):
@@ -193,10 +185,10 @@ def _decode_segment(params, pool: Pool, refill: Refill, key, *, model: Model, sh
             index=index,
             truncated=p.truncated | (p.active & full & ~ended),
             active=p.active & ~ended & ~full,
-            tokens=write(p.tokens, ids, column),
-            logprobs=write(p.logprobs, chosen, column),
-            top_ids=write(p.top_ids, top_ids, column),
-            top_logprobs=write(p.top_logprobs, top, column),
+            tokens=write(p.tokens, ids, column, p.active),
+            logprobs=write(p.logprobs, chosen, column, p.active),
+            top_ids=write(p.top_ids, top_ids, column, p.active),
+            top_logprobs=write(p.top_logprobs, top, column, p.active),
             clock=p.clock + 1,
         )
 
@@ -205,92 +197,6 @@ def _decode_segment(params, pool: Pool, refill: Refill, key, *, model: Model, sh
         lambda c: (c[0] < shape.segment) & jnp.any(c[1].active), step, (jnp.zeros((), jnp.int32), pool)
     )
     return dataclasses.replace(pool, prefix=prefix)
-
-
-class _Board:
-    """Host-side bookkeeping: which lane holds which prompt, which slot which sample, and what has ended."""
-
-    def __init__(self, counts: np.ndarray, shape: Shape, width: int):
-        self.counts, self.shape = counts, shape
-        self.offset = np.concatenate([[0], np.cumsum(counts)])  # first row of each prompt
-        R, k = int(self.offset[-1]), shape.top_logprobs
-        group = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        self.rollouts = Rollouts(
-            tokens=np.zeros((R, width), np.int32),
-            logprobs=np.zeros((R, width), np.float32),
-            lengths=np.zeros(R, np.int32),
-            group=group,
-            sample=(np.arange(R) - self.offset[group]).astype(np.int32),
-            truncated=np.zeros(R, bool),
-            top_ids=np.zeros((R, width, k), np.int32),
-            top_logprobs=np.zeros((R, width, k), np.float32),
-        )
-        self.waiting = [p for p in range(len(counts)) if counts[p] > 0][::-1]  # next prompt last
-        self.lane_prompt = np.full(shape.lanes, -1)
-        self.next_sample = np.zeros(len(counts), np.int64)
-        self.row = np.full((shape.lanes, shape.slots), -1)  # row that a slot decodes, -1 idle
-        self.start = np.zeros((shape.lanes, shape.slots), np.int64)  # clock at which it began
-        self.clock = 0
-
-    def bind(self) -> list[tuple[int, int]]:
-        """(lane, prompt) of the lanes that take a new prompt now."""
-        bound = []
-        for lane in np.flatnonzero((self.row < 0).all(axis=1)):
-            held = self.lane_prompt[lane]
-            if held >= 0 and self.next_sample[held] < self.counts[held]:
-                continue
-            self.lane_prompt[lane] = self.waiting.pop() if self.waiting else -1
-            if self.lane_prompt[lane] >= 0:
-                bound.append((int(lane), int(self.lane_prompt[lane])))
-        return bound
-
-    def refill(self, limits: np.ndarray, temperatures: np.ndarray) -> Refill:
-        """Fills idle slots with their lane's next samples.
-
-        limits: [R]. temperatures: by sample, the last is repeated.
-        """
-        grid = self.row.shape
-        out = Refill(
-            start=np.zeros(grid, bool),
-            sample=np.zeros(grid, np.int32),
-            limit=np.zeros(grid, np.int32),
-            temperature=np.ones(grid, np.float32),
-        )
-        for lane, prompt in enumerate(self.lane_prompt):
-            if prompt < 0:
-                continue
-            free = np.flatnonzero(self.row[lane] < 0)[: self.counts[prompt] - self.next_sample[prompt]]
-            samples = self.next_sample[prompt] + np.arange(len(free))
-            self.next_sample[prompt] += len(free)
-            self.row[lane, free] = self.offset[prompt] + samples
-            self.start[lane, free] = self.clock
-            out.start[lane, free] = True
-            out.sample[lane, free] = samples
-            out.limit[lane, free] = limits[self.row[lane, free]]
-            out.temperature[lane, free] = temperatures[np.minimum(samples, len(temperatures) - 1)]
-        return out
-
-    def harvest(self, pool: Pool) -> np.ndarray:
-        """Copies rows that have ended out of the pool; returns their row numbers."""
-        active, self.clock = jax.device_get((pool.active, pool.clock))
-        self.clock = int(self.clock)
-        lanes, slots = np.nonzero((self.row >= 0) & ~active)
-        if len(lanes) == 0:
-            return np.zeros(0, np.int64)
-        rows, r = self.row[lanes, slots], self.rollouts
-        index, truncated, *rings = jax.device_get(
-            (pool.index, pool.truncated, pool.tokens, pool.logprobs, pool.top_ids, pool.top_logprobs)
-        )
-        r.lengths[rows] = index[lanes, slots]
-        r.truncated[rows] = truncated[lanes, slots]
-        steps = np.arange(r.tokens.shape[1])
-        columns = (self.start[lanes, slots][:, None] + steps) % self.shape.columns
-        inside = steps < r.lengths[rows][:, None]
-        for ring, out in zip(rings, (r.tokens, r.logprobs, r.top_ids, r.top_logprobs), strict=True):
-            values = ring[lanes[:, None], slots[:, None], columns]
-            out[rows] = np.where(inside.reshape(*inside.shape, *[1] * (values.ndim - 2)), values, 0)
-        self.row[lanes, slots] = -1
-        return rows
 
 
 def generate(
@@ -317,22 +223,19 @@ def generate(
     """Samples completions of P tokenised prompts; each prompt is prefilled once.
 
     num_samples: of every prompt, or P counts (0 skips a prompt). max_new_tokens: of every row, or one limit a
-    row (rows sorted by prompt, then sample); a stop id counts. temperature: of every row, or one a sample (the
-    last is repeated); 0 is greedy. stop_ids end a row and stay in it. top_k, top_p, min_p: drawing.filter_logits.
-    top_logprobs: k most likely tokens recorded a step.
+    row (rows sorted by prompt, then sample); a stop id counts. temperature: of every row, or one a sample
+    (the last is repeated); 0 is greedy. stop_ids end a row and stay in it. top_k, top_p, min_p:
+    drawing.filter_logits. top_logprobs: k most likely tokens recorded a step.
     draws: int[P], the coordinates of the random keys fold_in(key, draw, sample, position); default 0…P-1.
     lanes × slots rows decode at once (default: everything). prompt_capacity: pads prompts to at least this.
     on_finished(rollouts, rows) is called between segments with the rows that have just ended.
-    Returns Rollouts with R rows. Raises ValueError for an empty prompt or a size below 1.
+    Returns Rollouts with R rows. Raises ValueError for an empty prompt or a number out of its range.
     """
     counts = np.broadcast_to(np.asarray(num_samples, np.int64), (len(prompts),))
-    R = int(counts.sum())
-    limits = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (R,))
-    empty = [i for i, p in enumerate(prompts) if len(p) == 0]
-    if empty:
-        raise ValueError(f"prompt {empty[0]} has no tokens; a prompt needs at least one to continue from")
-    if R and limits.min() < 1:
-        raise ValueError(f"max_new_tokens={int(limits.min())}; a row needs room for at least one token")
+    limits = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (int(counts.sum()),))
+    temperatures = np.atleast_1d(np.asarray(temperature, np.float32))
+    draws = np.arange(len(prompts)) if draws is None else np.asarray(draws)
+    _check_prompts(prompts, draws)
     mesh = sharding.mesh_of(params)
     shards = sharding.size(mesh, "prompts")
     lanes = -(-max(1, len(prompts)) // shards) * shards if lanes is None else lanes
@@ -343,7 +246,7 @@ def generate(
         lanes=lanes,
         slots=max(1, int(counts.max(initial=1))) if slots is None else slots,
         prompt_tokens=max(longest, 1 if prompt_capacity is None else prompt_capacity),
-        columns=int(np.max(max_new_tokens)),
+        columns=int(np.max(max_new_tokens, initial=1)),
         segment=segment,
         stop_ids=tuple(stop_ids),
         top_k=top_k,
@@ -351,9 +254,8 @@ def generate(
         min_p=min_p,
         top_logprobs=top_logprobs,
     )
-    draws = np.arange(len(prompts)) if draws is None else np.asarray(draws)
-    temperatures = np.atleast_1d(np.asarray(temperature, np.float32))
-    board = _Board(counts, shape, shape.columns)
+    _check_numbers(shape, counts, limits, temperatures, model.config.vocab_size)
+    board = Board(counts, lanes=lanes, slots=shape.slots, columns=shape.columns, top_logprobs=top_logprobs)
     pool = _pool_maker(model, jax.tree.leaves(params)[0].dtype, shape, mesh)()
     while True:
         for chunk in _chunks(board.bind(), lanes):
@@ -366,6 +268,32 @@ def generate(
         ended = board.harvest(pool)
         if on_finished is not None and len(ended):
             on_finished(board.rollouts, ended)
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], draws: np.ndarray) -> None:
+    empty = [i for i, p in enumerate(prompts) if len(p) == 0]
+    if empty:
+        raise ValueError(f"prompt {empty[0]} has no tokens; a prompt needs at least one to continue from")
+    if len(draws) != len(prompts):
+        raise ValueError(f"{len(draws)} draws for {len(prompts)} prompts; give one a prompt")
+
+
+def _check_numbers(shape: Shape, counts, limits, temperatures, vocabulary: int) -> None:
+    rules = [
+        ("num_samples", int(counts.min(initial=0)), counts.min(initial=0) >= 0, "at least 0"),
+        ("max_new_tokens", int(limits.min(initial=1)), limits.min(initial=1) >= 1, "at least 1"),
+        ("temperature", float(temperatures.min()), temperatures.min() >= 0, "at least 0, which is greedy"),
+        ("lanes", shape.lanes, shape.lanes >= 1, "at least 1"),
+        ("slots", shape.slots, shape.slots >= 1, "at least 1"),
+        ("segment", shape.segment, shape.segment >= 1, "at least 1"),
+        ("top_k", shape.top_k, shape.top_k >= 0, "at least 0, which is off"),
+        ("top_p", shape.top_p, 0 < shape.top_p <= 1, "above 0 and at most 1, which is off"),
+        ("min_p", shape.min_p, 0 <= shape.min_p <= 1, "between 0, which is off, and 1"),
+        ("top_logprobs", shape.top_logprobs, 0 <= shape.top_logprobs <= vocabulary, f"0 to {vocabulary}"),
+    ]
+    for name, value, ok, rule in rules:
+        if not ok:
+            raise ValueError(f"{name}={value}; it must be {rule}")
 
 
 def _chunks(bound: list[tuple[int, int]], lanes: int) -> list[list[tuple[int, int] | None]]:

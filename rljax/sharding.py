@@ -135,7 +135,7 @@ def put_by_prompt(mesh: Mesh, tree):
 
 
 def like_params(tree, params_shardings_tree, mesh: Mesh):
-    """Shardings of an optimizer state: a subtree shaped like the parameters takes theirs, the rest none."""
+    """Shardings of an optimizer state: what is shaped like the parameters takes theirs; the rest is whole."""
     params_structure = jax.tree.structure(params_shardings_tree)
 
     def is_params(node):

@@ -8,7 +8,9 @@ import os
 import pathlib
 from typing import Any
 
-from transformers import AutoTokenizer
+# transformers warns at import that it has no torch; here it only tokenises.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+from transformers import AutoTokenizer  # noqa: E402
 
 from rljax.models import hf
 

@@ -1,4 +1,4 @@
-"""The training loop: prompts → counts → rollouts → rewards → kept rows → update → checkpoint and metrics."""
+"""The training loop: prompts, counts, rollouts, rewards, kept rows, update, checkpoint and metrics."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class Parts:
 
 
 def run(config: Config, workdir: pathlib.Path) -> dict:
-    """Trains by `config` in the run folder `workdir`, resuming what is there; returns what summary.json holds.
+    """Trains by `config` in the run folder `workdir`, resuming what is there; returns summary.json's content.
 
+    A run that is over trains nothing, and says so.
     Raises config.ConfigError where workdir holds a run of another config, and what the parts raise.
     """
     workdir = pathlib.Path(workdir)
@@ -58,16 +59,19 @@ def run(config: Config, workdir: pathlib.Path) -> dict:
         latest = checkpoints.latest_step()
         if latest is not None:
             state = checkpoints.restore(state)
-        table = runs.describe(config, parts.model, state.learner.params, parts.mesh, len(parts.stream.prompts),
-                              len(parts.held_out))  # fmt: skip
-        console.start(f"rljax {config.name}", table, progress(config, state))
         stages = metrics.Stages(state.totals["stage_s"])
+        grants = draw(parts, state, stages)
+        sizes = len(parts.stream.prompts), len(parts.held_out)
+        table = runs.describe(config, parts.model, state.learner.params, parts.mesh, *sizes)
+        if latest is not None:
+            table.append(runs.resumed(config, state, over=grants is None))
+        console.start(f"rljax {config.name}", table, progress(config, state))
         with metrics.MetricsWriter(workdir, latest) as writer:
             if latest is None:
                 state, line = held_out(parts, state, stages)
                 console.evaluation(0, line)
-                writer.write(0, line | stages.lap())
-            grants = draw(parts, state, stages)
+                state, line = timed(state, line, stages)
+                writer.write(0, line)
             while grants:
                 state, line = train_step(parts, state, grants, stages)
                 grants = draw(parts, state, stages)
@@ -77,9 +81,9 @@ def run(config: Config, workdir: pathlib.Path) -> dict:
                     console.evaluation(state.step, scores)
                     line |= scores
                 state, line = timed(state, line, stages)
+                writer.write(state.step, line)  # before the save: a step that can be resumed from has its line
                 if last or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
                     checkpoints.save(state.step, state)
-                writer.write(state.step, line)
                 for text in runs.warnings(line):
                     console.warn(text)
                 console.step(state.step, progress(config, state), line)
@@ -89,7 +93,8 @@ def run(config: Config, workdir: pathlib.Path) -> dict:
         summary = runs.summary(config, state)
         metrics.write_summary(workdir, summary)
         first, final = summary["eval"]["first"], summary["eval"]["last"]
-        names = {"accuracy": "greedy accuracy", "avg_at_k": f"accuracy at temperature {config.eval.temperature:g}"}
+        sampled = f"accuracy at temperature {config.eval.temperature:g}"
+        names = {"accuracy": "greedy accuracy", "avg_at_k": sampled}
         rows = [(text, first[name], final[name]) for name, text in names.items()]
         console.finish(rows, summary["stage_s"], workdir)
     return summary
@@ -110,18 +115,20 @@ def progress(config: Config, state: RunState) -> float:
 def timed(state: RunState, line: dict, stages: metrics.Stages) -> tuple[RunState, dict]:
     """The step's times in its metrics, and in the state's totals."""
     lap = stages.lap()
-    line |= lap | {"rollouts/tokens_per_s": line["rollouts/tokens"] / lap["time/rollout_s"]}
-    totals = state.totals | {"stage_s": stages.seconds, "wall_s": state.totals["wall_s"] + lap["time/step_s"]}
-    return dataclasses.replace(state, totals=totals), line
+    if "rollouts/tokens" in line:  # not in the evaluation before the first step
+        lap["rollouts/tokens_per_s"] = line["rollouts/tokens"] / lap["time/rollout_s"]
+    wall = state.totals["wall_s"] + lap["time/step_s"]
+    return dataclasses.replace(state, totals=state.totals | {"stage_s": stages.seconds, "wall_s": wall}), line | lap
 
 
 def build(config: Config, task: tasks.Task, pool: rewards.RewardPool) -> tuple[Parts, RunState]:
     """The parts of a run, and its state before the first step."""
     mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
     check_division(config, mesh)
-    load = functools.partial(hf.load, config.model.path, dtype=config.model.dtype, mesh=mesh, remat=config.model.remat)
+    m = config.model
+    load = functools.partial(hf.load, m.path, dtype=m.dtype, mesh=mesh, remat=m.remat)
     model, params = load()
-    tokenizer = tokenizer_lib.load(config.model.path)
+    tokenizer = tokenizer_lib.load(m.path)
     limit = config.rollout.max_prompt_tokens
     train = prompts_lib.encode(task.train, tokenizer, limit, "training")
     updates = runs.total_steps(config) * config.learner.minibatches * config.learner.epochs
@@ -131,7 +138,7 @@ def build(config: Config, task: tasks.Task, pool: rewards.RewardPool) -> tuple[P
         model=model,
         loss=config.loss,
         temperature=config.rollout.temperature,
-        token_chunk=config.model.token_chunk,
+        token_chunk=m.token_chunk,
         max_length=config.rollout.max_new_tokens,
         micro_batches=config.learner.micro_batches,
         minibatches=config.learner.minibatches,
@@ -154,7 +161,7 @@ def build(config: Config, task: tasks.Task, pool: rewards.RewardPool) -> tuple[P
 
 
 def check_division(config: Config, mesh) -> None:
-    """Raises ValueError where prompts, lanes or micro-batches do not divide over the devices that split prompts."""
+    """Raises ValueError where prompts, lanes or micro-batches do not divide over the devices of prompts."""
     shards = sharding.size(mesh, "prompts")
     per_update = config.rollout.prompts // (config.learner.minibatches * config.learner.micro_batches)
     sizes = {
@@ -213,8 +220,8 @@ def train_step(parts: Parts, state: RunState, grants: budget.Grants, stages) -> 
     totals = state.totals | {"rollouts": state.totals["rollouts"] + len(rollouts)}
     line["rollouts/total"] = totals["rollouts"]
     line["cero/spent"] = totals["rollouts"] / config.budget.rollouts
-    new = RunState(learner=new_learner, budget=new_budget, draws=grants.draws, step=state.step + 1, totals=totals)
-    return new, line
+    step = state.step + 1
+    return RunState(learner=new_learner, budget=new_budget, draws=grants.draws, step=step, totals=totals), line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,16 +247,15 @@ def select(parts: Parts, step: int, rollouts: Rollouts, num_prompts: int, reward
         normalize_over=config.pods.normalize_over,
         **dataclasses.asdict(config.advantage),
     )
-    indices, kept, advantages, stats = jax.device_get(out)
+    *rows, stats = jax.device_get(out)
+    indices, kept, advantages = (x[:num_prompts] for x in rows)
     named = {
         "pods/kept": int(stats["kept_rows"]),
         "pods/variance": float(stats["kept_reward_variance"]),
         "pods/reward_mean": float(stats["kept_reward_mean"]),
         "train/reward_variance": float(stats["reward_variance"]),
     }
-    return Kept(
-        indices=indices[:num_prompts], kept=kept[:num_prompts], advantages=advantages[:num_prompts], metrics=named
-    )
+    return Kept(indices=indices, kept=kept, advantages=advantages, metrics=named)
 
 
 @functools.partial(jax.jit, static_argnames=("keep", "rule", "normalize_over", "baseline", "scale", "eps"))
@@ -263,7 +269,8 @@ def _select(rewards_Pn, key, *, keep, rule, normalize_over, baseline, scale, eps
 
 def rollout_metrics(rollouts: Rollouts, scores: rewards.Scores, num_prompts: int, rewards_R, valid_R) -> dict:
     """Metrics of all rollouts of a step, kept or not."""
-    return {
+    out = {} if scores.first_error is None else {"train/first_error": scores.first_error.strip().splitlines()[-1]}
+    return out | {
         "train/reward_mean": float(rewards_R[valid_R].mean()) if valid_R.any() else None,
         "train/unscorable": scores.unscorable,
         "train/grader_errors": scores.errors,

@@ -1,15 +1,59 @@
-"""Eight virtual CPU devices for every test, and the tiny random models that several files share."""
+"""Eight virtual CPU devices for every test, and what several files share: tiny models, a task, a config."""
 
 import os
+import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 import jax
+import numpy as np
 import pytest
 
+from rljax import config as config_lib
+from rljax.models import hf
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Model
+from rljax.types import TrainBatch
+
+TASKS = '''
+"""Tasks whose rewards random text can earn. Graded in another process: no jax here."""
+from rljax.tasks.base import Task
+
+def examples(split, count):
+    prompts = [f"{split}{i}" + "=" * (i % 5) for i in range(count)]
+    return [{"prompt": p, "answer": "", "kind": f"k{i % 2}", "id": i} for i, p in enumerate(prompts)]
+
+def parity(completion, example):
+    """Even byte sums are right; every fourth prompt is always solved, every fourth never."""
+    return {0: 1.0, 1: 0.0}.get(example["id"] % 4, float(sum(map(ord, completion)) % 2 == 0))
+
+def faulty(completion, example):
+    """Of eight byte sums one raises and one has no reward."""
+    code = sum(map(ord, completion)) % 8
+    if code == 0:
+        raise KeyError("no such unit")
+    return None if code == 1 else float(code % 2)
+
+def hopeless(completion, example):
+    return None
+
+def task(grade):
+    return lambda c: Task(
+        name="parity",
+        train=examples(c.path + "t", c.train_prompts),
+        eval=examples("e", c.eval_prompts),
+        grade=grade,
+    )
+
+parity_task, faulty_task, hopeless_task = map(task, (parity, faulty, hopeless))
+
+def empty_task(c):
+    return Task(name="empty", train=[], eval=examples("e", 1), grade=parity)
+
+def lacking_task(c):
+    return Task(name="lacking", train=[{"prompt": "1+1="}], eval=examples("e", 1), grade=parity)
+'''
 
 
 def random_config(**changes) -> ModelConfig:
@@ -42,4 +86,74 @@ def make_config():
 def random_model():
     """(model, float32 params) of random_config(), its weights large enough for the samples to differ."""
     model = Model(random_config())
-    return model, jax.tree.map(lambda p: 2 * p if p.ndim == 3 else p, model.init(jax.random.key(0)))
+    init = jax.jit(lambda key: jax.tree.map(lambda p: 2 * p if p.ndim == 3 else p, model.init(key)))
+    return model, init(jax.random.key(0))
+
+
+@pytest.fixture(scope="session")
+def make_batch():
+    """make_batch(prompts, rows, …): a TrainBatch of ragged random rows, with padding rows and prompts."""
+
+    def make(P=8, K=3, S=6, T=5, vocab=32, padding_prompts=2, seed=0) -> TrainBatch:
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(1, T + 1, (P, K))
+        lengths[0, 0] = T
+        lengths[1, K - 1] = 0  # a padding row
+        prompt_lengths = rng.integers(1, S + 1, P)
+        lengths[P - padding_prompts :] = prompt_lengths[P - padding_prompts :] = 0
+        return TrainBatch(
+            prompt_tokens=rng.integers(0, vocab, (P, S)).astype(np.int32),
+            prompt_lengths=prompt_lengths.astype(np.int32),
+            tokens=rng.integers(0, vocab, (P, K, T)).astype(np.int32),
+            lengths=lengths.astype(np.int32),
+            sampler_logprobs=rng.uniform(-4, -3, (P, K, T)).astype(np.float32),
+            advantages=rng.normal(size=(P, K)).astype(np.float32),
+            draws=np.arange(P, dtype=np.uint32),
+            samples=np.tile(np.arange(K, dtype=np.int32), (P, 1)),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory):
+    """Folder of a random decoder and a byte tokenizer; a quarter of the ids stop, so that lengths differ."""
+    from launch import make_tiny
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "random"
+    model = Model(random_config(vocab_size=make_tiny.VOCAB, num_layers=2))
+    hf.save(folder, model, jax.jit(model.init)(jax.random.key(1)))
+    make_tiny.make_tokenizer().save_pretrained(folder)
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {[256, *range(60)]}}}')
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_tasks(tmp_path_factory):
+    """Name of an importable module with the functions of TASKS, here and in grading processes."""
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "rljax_test_tasks.py").write_text(TASKS)
+    sys.path.insert(0, str(folder))
+    yield "rljax_test_tasks"
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="session")
+def run_config(tiny_checkpoint, tiny_tasks):
+    """run_config({"rollout.samples": 8}): the default config, small, with changes by key; resolved."""
+    from configs import default
+
+    small = {
+        "model.path": tiny_checkpoint, "task.name": f"{tiny_tasks}:parity_task", "task.train_prompts": 12,
+        "task.eval_prompts": 5, "rollout.prompts": 4, "rollout.samples": 4, "rollout.max_new_tokens": 4,
+        "rollout.lanes": 4, "rollout.slots": 4, "rollout.segment": 4, "budget.rollouts": 96, "budget.epochs": 3,
+        "learner.learning_rate": 1e-2, "learner.warmup_updates": 2, "eval.every": 2, "eval.samples": 2,
+        "checkpoint.every": 1, "rewards.cpu_seconds": 20.0,
+    }  # fmt: skip
+
+    def make(changes=None):
+        config = default.get_config()
+        config.update_from_flattened_dict(small | (changes if changes is not None else {}))
+        return config_lib.resolve(config)
+
+    return make

@@ -30,9 +30,12 @@ TABLE = {
     "options": (),
     # Stages take their block of the config as a frozen dataclass, and import no other stage but these.
     "rollout": ("sampling", *PARTS),
+    "sampling": ("drawing", "slots", *PARTS),
     "budget": ("prompts", *PARTS),  # draws from the stream until a step's slots are full
     "rewards": ("reward_server", *PARTS),
-    **dict.fromkeys([stage for stage in STAGES if stage not in ("rollout", "rewards")], PARTS),
+    **dict.fromkeys([stage for stage in STAGES if stage not in ("rollout", "sampling", "rewards")], PARTS),
+    "drawing": ("models", "models.*"),
+    "slots": ("types",),
     "reward_server": (),
     "types": (),
     "sharding": ("types",),

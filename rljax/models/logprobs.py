@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def scale(logits, temperature):
-    """float32 logits[..., V] / temperature, a scalar or one a row [...]; 0 (greedy) leaves them as they are."""
+    """float32 logits[..., V] / temperature, a scalar or one a row [...]; 0 (greedy) leaves them."""
     temperature = jnp.asarray(temperature, jnp.float32)[..., None]
     return logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0)
 
@@ -15,10 +15,8 @@ def scale(logits, temperature):
 def token_logprobs(logits, ids, temperature=1.0):
     """log softmax(logits / temperature)[ids] in float32.
 
-    logits: [..., V]. ids: int[...].
-    temperature: scalar or float[...]; 0 stands for 1, since a greedy choice has
-    no log-prob.
-    Returns float32[...], at most 0.
+    logits: [..., V]. ids: int[...]. temperature: scalar or float[...]; 0 stands for 1, since a greedy choice
+    has no log-prob. Returns float32[...], at most 0.
     """
     scaled = scale(logits, temperature)
     chosen = jnp.take_along_axis(scaled, ids[..., None], axis=-1)[..., 0]

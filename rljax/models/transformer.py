@@ -123,8 +123,8 @@ class Decoder(nnx.Module):
         """One token a row; its key and value go into `column` of the cache, in place inside a loop.
 
         The cache is a ring of C columns that all rows write at the same place, so a write is one slice and a
-        row may start at any time: column c was written (column - c) mod C steps ago, and belongs to the row if
-        the row has lived that long. index: int32[P, G], the row's steps before this one (at most C - 1).
+        row may start at any time: column c was written (column - c) mod C steps ago, and belongs to the row
+        if it has lived that long. index: int32[P, G], the row's steps before this one (at most C - 1).
         """
         x, cos, sin = self._embed(tokens[..., None], positions[..., None])
         window = self.config.sliding_window
@@ -236,7 +236,7 @@ class Model:
 
 
 def logits(model: Model, params, tokens, lengths=None):
-    """Next-token logits float32[B, S, V] of right-padded rows int32[B, S]; lengths: int32[B] (default: all S)."""
+    """Next-token logits float32[B, S, V] of right-padded tokens int32[B, S]; lengths int32[B], default S."""
     tokens = jnp.asarray(tokens)
     if lengths is None:
         valid = jnp.ones(tokens.shape, bool)

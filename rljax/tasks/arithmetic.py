@@ -7,6 +7,7 @@ set, whatever the operator and the order, so no split ever sees another's pairs.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import zlib
 from collections.abc import Callable
@@ -94,12 +95,14 @@ def parse_mix(mix: str) -> dict[str, float]:
         kind, _, weight = part.strip().partition(":")
         if kind not in KINDS:
             raise ValueError(f"task.mix={mix!r}: no kind {kind!r}; known: {', '.join(KINDS)}")
+        if kind in weights:
+            raise ValueError(f"task.mix={mix!r}: {kind} stands twice; give it one weight")
         try:
             weights[kind] = float(weight) if weight else 1.0
         except ValueError:
             raise ValueError(f"task.mix={mix!r}: the weight {weight!r} of {kind} is not a number") from None
-        if not weights[kind] > 0:
-            raise ValueError(f"task.mix={mix!r}: the weight of {kind} must be above 0")
+        if not 0 < weights[kind] < math.inf:
+            raise ValueError(f"task.mix={mix!r}: the weight of {kind} must be above 0 and finite")
     return weights
 
 

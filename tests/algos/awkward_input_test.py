@@ -62,7 +62,9 @@ def batch(P=2, n=4, keep=2, dtype=jnp.float32, **changed):
         name: jax.random.normal(k, (P, n, T, V)).astype(dtype)
         for name, k in zip(("logits", "old_logits", "actor_logits"), keys[:3], strict=True)
     }
-    floats["rewards"] = jax.random.bernoulli(keys[3], 0.5, (P, n)).at[0, 0].set(False).at[0, 1].set(True).astype(dtype)
+    floats["rewards"] = (
+        jax.random.bernoulli(keys[3], 0.5, (P, n)).at[0, 0].set(False).at[0, 1].set(True).astype(dtype)
+    )
     floats["weights"] = jax.random.uniform(keys[4], (P, n, T)).astype(dtype)
     whole = Batch(
         floats=floats,
@@ -97,7 +99,9 @@ BATCHES = {
     "huge rewards": batch(rewards=batch().rewards * 1e15),
     "far policies": batch(**scaled(100.0)),
     "the same policy": batch(old_logits=batch().logits, actor_logits=batch().logits),
-    "a word of probability 0 under old": batch(old_logits=jnp.where(FIRST_WORD, -jnp.inf, batch().old_logits)),
+    "a word of probability 0 under old": batch(
+        old_logits=jnp.where(FIRST_WORD, -jnp.inf, batch().old_logits)
+    ),
     "a word of probability 0 under new": batch(logits=jnp.where(FIRST_WORD, -jnp.inf, batch().logits)),
     "a word of probability 0 under both": batch(
         logits=jnp.where(FIRST_WORD, -jnp.inf, batch().logits),
@@ -156,7 +160,12 @@ def pods(rule, normalize_over="kept"):
         keep = b.rewards.shape[1] if rule == "all" else b.keep
         indices, kept = down_sample(b.rewards, keep, rule=rule, valid=b.valid, key=b.key)
         advantages = kept_advantages(b.rewards, indices, kept, normalize_over=normalize_over, valid=b.valid)
-        return indices, advantages, reward_metrics(b.rewards, indices, kept, valid=b.valid), take_rows(b.logits, indices)
+        return (
+            indices,
+            advantages,
+            reward_metrics(b.rewards, indices, kept, valid=b.valid),
+            take_rows(b.logits, indices),
+        )
 
     return row
 

@@ -17,42 +17,47 @@ from rljax.algos.cero import Cero
 
 allocate = jax.jit(cero_lib.allocate, static_argnums=0)
 update = jax.jit(cero_lib.update, static_argnums=0)
+init = jax.jit(cero_lib.init, static_argnums=0)
+theta_box = jax.jit(cero_lib.theta_box, static_argnums=0)
+informativeness = jax.jit(cero_lib.informativeness)
+utility = jax.jit(cero_lib.utility)
+best_response = jax.jit(cero_lib.best_response)
 
 
 def with_q(cero, p):
     """A state whose posterior is all but certain of the success probabilities p."""
     p = jnp.asarray(p, jnp.float32)
-    state = dataclasses.replace(cero_lib.init(cero), alpha=p * 1e6, beta=(1 - p) * 1e6)
-    return dataclasses.replace(state, theta=cero.rates.eta * cero_lib.informativeness(state))
+    state = dataclasses.replace(init(cero), alpha=p * 1e6, beta=(1 - p) * 1e6)
+    return dataclasses.replace(state, theta=cero.rates.eta * informativeness(state))
 
 
 # ---------------------------------------------------------------- the formulas, by hand
 
 
 def test_informativeness_is_the_expected_bernoulli_variance():
-    state = cero_lib.init(Cero(100, 3, 1, 4))
+    state = init(Cero(100, 3, 1, 4))
     state = dataclasses.replace(state, alpha=jnp.array([3.0, 1.0, 1e6]), beta=jnp.array([2.0, 1.0, 1e6]))
-    np.testing.assert_allclose(cero_lib.informativeness(state), [0.2, 1 / 6, 0.25], rtol=1e-5)
+    np.testing.assert_allclose(informativeness(state), [0.2, 1 / 6, 0.25], rtol=1e-5)
 
 
 def test_utility():
     q = jnp.array([0.25, 0.1, 0.0])
-    values = cero_lib.utility(q, 0.2, jnp.array([20.0, 50.0, 9.0]))
+    values = utility(q, 0.2, jnp.array([20.0, 50.0, 9.0]))
     np.testing.assert_allclose(values, [0.6321206, 0.6321206, 0], rtol=1e-6)
 
 
 def test_best_response_maximises_utility_minus_price():
     q, eta, theta = jnp.array([0.25, 0.1, 0.02]), 0.2, jnp.array([0.05 / math.e, 0.003, 0.01])
-    n = cero_lib.best_response(theta, q, eta, 100.0)
+    n = best_response(theta, q, eta, 100.0)
     np.testing.assert_allclose(n, [20.0, math.log(20 / 3) / 0.02, 0.0], rtol=1e-5)
     grid = jnp.linspace(0, 100, 2001)[:, None]
-    values = cero_lib.utility(q, eta, grid) - theta * grid
+    values = utility(q, eta, grid) - theta * grid
     np.testing.assert_allclose(grid[values.argmax(0), 0], n, atol=0.05)
 
 
 def test_best_response_at_the_edges():
     args = jnp.array([0.0, 0.01, 1.0]), jnp.array([0.25, 0.0, 0.25])
-    np.testing.assert_array_equal(cero_lib.best_response(*args, 0.2, 48.0), [48.0, 0.0, 0.0])
+    np.testing.assert_array_equal(best_response(*args, 0.2, 48.0), [48.0, 0.0, 0.0])
 
 
 def test_default_rates():
@@ -62,35 +67,34 @@ def test_default_rates():
     assert rates.step_theta == pytest.approx(eta / (4 * 16 * math.sqrt(30)))
     assert rates.step_mu == pytest.approx(2.5 * eta / (500 * 16 * math.sqrt(30)))
     # What the default eta means: q = .25 at the uniform share is at U = 1 - 1/e.
-    assert float(cero_lib.utility(0.25, rates.eta, 120_000 / 500)) == pytest.approx(0.6321206)
+    assert float(utility(0.25, rates.eta, 120_000 / 500)) == pytest.approx(0.6321206)
     assert Cero(100, 5, 1, 4, eta=0.3, step_theta=0.0, step_mu=0.7).rates == (0.3, 0.0, 0.7)
 
 
 def test_init_starts_at_the_prior_and_the_top_of_the_box():
-    state = cero_lib.init(Cero(100, 5, 2, 4, prior=(3.0, 2.0)))
+    state = init(Cero(100, 5, 2, 4, prior=(3.0, 2.0)))
     np.testing.assert_allclose(state.theta, 4 * 5 / 100 * np.full(5, 0.2), rtol=1e-6)
     assert (state.mu, state.spent, state.draws, state.epoch) == (0, 0, 0, 0)
 
 
 def test_theta_box():
-    low, high = cero_lib.theta_box(Cero(100, 5, 2, 4, eta=0.5), jnp.array([0.2, 0.0]))
+    low, high = theta_box(Cero(100, 5, 2, 4, eta=0.5), jnp.array([0.2, 0.0]))
     np.testing.assert_allclose(high, [0.1, 0.0], rtol=1e-6)
     np.testing.assert_allclose(low, [0.1 * math.exp(-0.1 * 8), 0.0], rtol=1e-6)
     # exp(-250) underflows; the price must stay positive, or its logarithm is infinite.
-    low, _ = cero_lib.theta_box(Cero(100, 5, 100, 100, eta=0.1), jnp.array([0.25]))
+    low, _ = theta_box(Cero(100, 5, 100, 100, eta=0.1), jnp.array([0.25]))
     assert low[0] > 0
 
 
 # ---------------------------------------------------------------- the offline optimum and the dual
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_offline_allocation_by_hand(wrap):
+def test_offline_allocation_by_hand(run):
     q = jnp.array([0.25, 0.1, 0.02])
-    n = wrap(cero_lib.offline_allocation)(q, 0.2, 32.0, 24.0)
+    n = run(lambda q: cero_lib.offline_allocation(q, 0.2, 32.0, 24.0))(q)
     np.testing.assert_allclose(n, [22.23, 9.77, 0.0], atol=0.005)
-    np.testing.assert_allclose(cero_lib.utility(q, 0.2, n).sum(), 0.8484, atol=5e-5)
-    np.testing.assert_allclose(cero_lib.utility(q, 0.2, 32 / 3).sum(), 0.6472, atol=5e-5)
+    np.testing.assert_allclose(utility(q, 0.2, n).sum(), 0.8484, atol=5e-5)
+    np.testing.assert_allclose(utility(q, 0.2, 32 / 3).sum(), 0.6472, atol=5e-5)
 
 
 @pytest.mark.parametrize(("budget", "cap"), [(32.0, 24.0), (10.0, 8.0), (60.0, 12.0), (300.0, 80.0)])
@@ -135,28 +139,29 @@ def test_dual_objective_bounds_the_primal_and_touches_it_at_the_optimum():
     thetas, mus = jnp.asarray(rng.uniform(0, 0.06, (300, 3))), jnp.asarray(rng.uniform(0, 0.06, 300))
     assert jax.vmap(dual)(thetas, mus).min() >= 0.8484
     # One term by hand: theta = mu = 0 gives every prompt its cap of 24.
-    np.testing.assert_allclose(dual(jnp.zeros(3), 0.0), cero_lib.utility(q, eta, 24.0).sum(), rtol=1e-6)
+    np.testing.assert_allclose(dual(jnp.zeros(3), 0.0), utility(q, eta, 24.0).sum(), rtol=1e-6)
 
 
 # ---------------------------------------------------------------- allocate
 
 
 def prices(cero, theta, mu, spent=0):
-    state, theta = cero_lib.init(cero), jnp.asarray(theta, jnp.float32)
+    state, theta = init(cero), jnp.asarray(theta, jnp.float32)
     return dataclasses.replace(state, theta=theta, mu=jnp.float32(mu), spent=jnp.int32(spent))
 
 
 def counts(cero, state, ids, **kwargs):
-    plain = cero_lib.allocate(cero, state, np.array(ids), **kwargs)
-    np.testing.assert_array_equal(plain, allocate(cero, state, jnp.array(ids), **kwargs))
-    assert plain.dtype == jnp.int32
-    return plain.tolist()
+    grants = allocate(cero, state, np.array(ids), **kwargs)
+    assert grants.dtype == jnp.int32
+    return grants.tolist()
 
 
 def test_allocate_grants_n_max_above_the_budget_price():
     state = prices(Cero(1000, 4, 2, 8), [0.3, 0.1, 0.2, 0.05], 0.1)
     assert counts(Cero(1000, 4, 2, 8), state, [0, 1, 2, 3]) == [8, 0, 8, 0]  # .1 is not greater than .1
     assert counts(Cero(1000, 4, 2, 8), state, [2, 3, 0, -1]) == [8, 0, 8, 0]  # padding gets nothing
+    plain = cero_lib.allocate(Cero(1000, 4, 2, 8), state, np.array([2, 3, 0, -1]))
+    assert (plain.tolist(), plain.dtype) == ([8, 0, 8, 0], jnp.int32)
 
 
 @pytest.mark.parametrize(("spent", "expected"), [
@@ -197,10 +202,10 @@ def test_min_visits_grants_a_dear_prompt_its_first_visits():
 def test_posterior_takes_thresholded_rewards_of_valid_rows_only():
     cero = Cero(1000, 3, 2, 8)
     ids, rewards = jnp.array([1, 1, 1]), jnp.array([1.0, 1.0, 0.0])
-    state = update(cero, cero_lib.init(cero), ids, rewards, jnp.ones(3, bool))
+    state = update(cero, init(cero), ids, rewards, jnp.ones(3, bool))
     np.testing.assert_array_equal(state.alpha, [1, 3, 1])
     np.testing.assert_array_equal(state.beta, [1, 2, 1])
-    np.testing.assert_allclose(cero_lib.informativeness(state)[1], 0.2, rtol=1e-6)
+    np.testing.assert_allclose(informativeness(state)[1], 0.2, rtol=1e-6)
     # Non-binary: .5 reaches the threshold, -.5 and .49 do not; NaN, inf and invalid rows touch neither.
     ids = jnp.array([0, 0, 0, 2, 2, 2, -1])
     rewards = jnp.array([-0.5, 0.49, 0.5, jnp.nan, jnp.inf, 1.0, 1.0])
@@ -219,7 +224,7 @@ def test_one_step_by_hand():
     # M=3, K=2, N_max=4, B=12, eta=1. Prompt 0 is granted 4 (3 of 4 solved), prompt 1 is drawn and granted 0.
     cero = Cero(12, 3, 2, 4, eta=1.0, step_theta=0.01, step_mu=0.02)
     state = dataclasses.replace(
-        cero_lib.init(cero), theta=jnp.array([0.15, 0.1, 0.12]), mu=jnp.float32(0.11))
+        init(cero), theta=jnp.array([0.15, 0.1, 0.12]), mu=jnp.float32(0.11))
     new = update(cero, state, jnp.array([0, 0, 0, 0]), jnp.array([1.0, 1, 0, 1]), jnp.ones(4, bool),
                  drawn_ids=jnp.array([1, 0]), drawn_counts=jnp.array([0, 4]))
     # q_0 = 4*2/(6*7) = .190476; n* = ln(.190476/.15)/.190476 = 1.25418; theta = .15 - .01(4 - 1.25418/2)
@@ -237,17 +242,17 @@ def test_one_step_by_hand():
 
 def test_mu_stays_at_or_above_zero_and_theta_in_its_box():
     cero = Cero(12, 3, 2, 4, eta=1.0, step_theta=10.0, step_mu=10.0)
-    state = update(cero, cero_lib.init(cero), jnp.zeros(0, int), jnp.zeros(0),
+    state = update(cero, init(cero), jnp.zeros(0, int), jnp.zeros(0),
                    drawn_ids=jnp.array([0, 1]), drawn_counts=jnp.array([0, 0]))
     assert state.mu == 0
     state = update(cero, state, jnp.array([0, 0, 1, -1]), jnp.array([1.0, 0, 1, 0]))
-    low, high = cero_lib.theta_box(cero, cero_lib.informativeness(state))
+    low, high = theta_box(cero, informativeness(state))
     np.testing.assert_array_equal(state.theta, jnp.array([low[0], low[1], high[2]]))
 
 
 def test_a_prompt_drawn_twice_steps_by_both_grants():
     cero = Cero(1000, 3, 4, 8, eta=1.0, step_theta=1e-3)
-    state = dataclasses.replace(cero_lib.init(cero), theta=jnp.full(3, 0.1))
+    state = dataclasses.replace(init(cero), theta=jnp.full(3, 0.1))
     none = jnp.zeros(0, int), jnp.zeros(0)
     twice = update(cero, state, *none, drawn_ids=jnp.array([1, 1]), drawn_counts=jnp.array([8, 2]))
     share = math.log(1 / 0.6) * 6 / 4  # n* / K
@@ -259,9 +264,9 @@ def test_a_prompt_drawn_twice_steps_by_both_grants():
 def test_without_drawn_the_prompts_of_the_rows_are_drawn():
     cero = Cero(1000, 4, 4, 8)
     ids, rewards = jnp.array([2, 0, 2, 2, -1]), jnp.array([1.0, 0, 0, 1, 1])
-    known = update(cero, cero_lib.init(cero), ids, rewards, drawn_ids=jnp.array([0, 2, -1]),
+    known = update(cero, init(cero), ids, rewards, drawn_ids=jnp.array([0, 2, -1]),
                    drawn_counts=jnp.array([1, 3, 5]))
-    jax.tree.map(np.testing.assert_array_equal, update(cero, cero_lib.init(cero), ids, rewards), known)
+    jax.tree.map(np.testing.assert_array_equal, update(cero, init(cero), ids, rewards), known)
 
 
 def test_prices_and_posterior_may_be_updated_in_calls_of_their_own():
@@ -269,8 +274,8 @@ def test_prices_and_posterior_may_be_updated_in_calls_of_their_own():
     ids, rewards, invalid = jnp.array([2, 0, 2, 2]), jnp.array([1.0, 0, 0, 1]), jnp.zeros(4, bool)
     drawn = {"drawn_ids": jnp.array([0, 2, 1]), "drawn_counts": jnp.array([1, 3, 0])}
     # Invalid rows leave q, so that the order of the two calls is free.
-    whole = update(cero, cero_lib.init(cero), ids, rewards, invalid, **drawn)
-    split = update(cero, cero_lib.init(cero), jnp.zeros(0, int), jnp.zeros(0), **drawn)
+    whole = update(cero, init(cero), ids, rewards, invalid, **drawn)
+    split = update(cero, init(cero), jnp.zeros(0, int), jnp.zeros(0), **drawn)
     split = update(cero, split, ids, rewards, invalid, drawn_ids=jnp.array([-1]), drawn_counts=jnp.array([0]))
     jax.tree.map(np.testing.assert_array_equal, whole, split)
 
@@ -290,7 +295,7 @@ def test_a_drought_ends_when_prices_move_while_drawing():
 
 def test_epoch_advances_after_m_draws_and_discounts_the_posterior():
     cero = Cero(1000, 4, 4, 8, discount=0.5, prior=(1.0, 2.0))
-    state = cero_lib.init(cero)
+    state = init(cero)
     state = update(cero, state, jnp.array([0, 0, 1, 1]), jnp.array([1.0, 1, 0, 0]))
     np.testing.assert_array_equal(state.alpha, [3, 1, 1, 1])
     assert (state.draws, state.epoch) == (2, 0)
@@ -299,15 +304,15 @@ def test_epoch_advances_after_m_draws_and_discounts_the_posterior():
     assert (state.draws, state.epoch) == (1, 1)  # the fifth draw belongs to the next epoch
     np.testing.assert_array_equal(state.alpha, [2, 1, 1.5, 1])
     np.testing.assert_array_equal(state.beta, [2, 3, 2.5, 2.5])
-    q = cero_lib.informativeness(state)
-    low, high = cero_lib.theta_box(cero, q)
+    q = informativeness(state)
+    low, high = theta_box(cero, q)
     assert bool(((low <= state.theta) & (state.theta <= high)).all())
 
 
 def test_uniform_grpo_is_the_case_of_a_free_budget():
     """step_mu = 0 keeps mu at 0 < theta: N_max for every prompt of every epoch, B = M K N_max."""
     cero = Cero(3 * 2 * 4, 3, 2, 4, step_mu=0.0)
-    state = cero_lib.init(cero)
+    state = init(cero)
     for ids in ([2, 0, 1], [1, 2, 0]):
         grants = allocate(cero, state, jnp.array(ids))
         assert grants.tolist() == [4, 4, 4]
@@ -331,7 +336,7 @@ SETTINGS = (
        st.integers(0, 2**31))
 def test_budget_and_box_hold_under_any_order_of_prompts(cero, steps, seed):
     rng = np.random.default_rng(seed)
-    state, made, draws = cero_lib.init(cero), 0, 0
+    state, made, draws = init(cero), 0, 0
     for ids in steps:
         grants = np.asarray(allocate(cero, state, jnp.array(ids)))
         assert set(grants[np.array(ids) < 0]) <= {0}
@@ -344,7 +349,7 @@ def test_budget_and_box_hold_under_any_order_of_prompts(cero, steps, seed):
         rewards = rng.choice([0.0, 1.0, -0.5, np.nan], rows.shape).astype(np.float32)
         state = update(cero, state, rows, rewards, rng.random(rows.shape) < 0.8, drawn_ids=np.array(ids),
                        drawn_counts=grants)
-        low, high = cero_lib.theta_box(cero, cero_lib.informativeness(state))
+        low, high = theta_box(cero, informativeness(state))
         slack = 1 + 1e-6  # the box here is computed outside of jit
         assert bool(((state.theta * slack >= low) & (state.theta <= high * slack) & (state.theta > 0)).all())
         assert min(state.alpha.min(), state.beta.min()) > 0
@@ -361,23 +366,23 @@ def test_jit_vmap_and_a_restored_state_change_nothing():
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6)
     jitted = []
     for run in range(2):
-        state = cero_lib.init(cero)
+        state = init(cero)
         for step in range(3):
             state = update(cero, state, ids[run, step], rewards[run, step])
             leaves, tree = jax.tree.flatten(state)
             state = jax.tree.unflatten(tree, [np.array(leaf) for leaf in leaves])
         jitted.append(state)
     many = jax.jit(jax.vmap(functools.partial(cero_lib.update, cero)))
-    state = jax.tree.map(lambda x: jnp.stack([x, x]), cero_lib.init(cero))
+    state = jax.tree.map(lambda x: jnp.stack([x, x]), init(cero))
     for step in range(3):
         state = many(state, ids[:, step], rewards[:, step])
     stacked = jax.tree.map(lambda *x: np.stack(x), *jitted)
     jax.tree.map(close, state, stacked)
     assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, stacked)
-    first = update(cero, cero_lib.init(cero), ids[0, 0], rewards[0, 0])
-    jax.tree.map(close, cero_lib.update(cero, cero_lib.init(cero), ids[0, 0], rewards[0, 0]), first)
+    first = update(cero, init(cero), ids[0, 0], rewards[0, 0])
+    jax.tree.map(close, cero_lib.update(cero, init(cero), ids[0, 0], rewards[0, 0]), first)
     # Each rollout counts once, whatever the order of the rows (as from two hosts).
-    flipped = update(cero, cero_lib.init(cero), ids[0, 0, ::-1], rewards[0, 0, ::-1])
+    flipped = update(cero, init(cero), ids[0, 0, ::-1], rewards[0, 0, ::-1])
     jax.tree.map(np.testing.assert_array_equal, flipped, first)
 
 
@@ -398,7 +403,7 @@ def test_other_errors_and_hashing():
     assert hash(cero) == hash(Cero(100, 5, 2, 4, prior=(1.0, 2.0)))
     with pytest.raises(TypeError, match=r"n_max=4\.5"):
         Cero(100, 5, 2, 4.5)
-    state = cero_lib.init(cero)
+    state = init(cero)
     with pytest.raises(ValueError, match="ids hold prompt 5, but num_prompts=5"):
         cero_lib.allocate(cero, state, np.array([0, 5]))
     with pytest.raises(ValueError, match="ids hold prompt -2"):
@@ -480,13 +485,13 @@ def test_a_run_comes_close_to_the_optimum_with_hindsight(share, least):
     order = np.pad(visits, (0, -len(visits) % step), constant_values=-1).reshape(-1, step)
     luck = rng.random((*order.shape, n_max), np.float32)
     run = jax.jit(functools.partial(simulate, cero, learn=True))
-    state, (grants, mixed) = run(jnp.asarray(p, jnp.float32), order, luck, cero_lib.init(cero))
+    state, (grants, mixed) = run(jnp.asarray(p, jnp.float32), order, luck, init(cero))
     grants, mixed = (np.asarray(x).ravel()[: len(visits)].reshape(epochs, m) for x in (grants, mixed))
 
     q, eta = jnp.asarray(p * (1 - p), jnp.float32), cero.rates.eta
-    best = cero_lib.utility(q, eta, cero_lib.offline_allocation(q, eta, cero.budget, epochs * n_max)).sum()
-    uniform = cero_lib.utility(q, eta, cero.budget / m).sum()
-    total = cero_lib.utility(q, eta, state.rollouts).sum()
+    best = utility(q, eta, cero_lib.offline_allocation(q, eta, cero.budget, epochs * n_max)).sum()
+    uniform = utility(q, eta, cero.budget / m).sum()
+    total = utility(q, eta, state.rollouts).sum()
     assert best == pytest.approx(198.2, abs=0.1)
     assert uniform == pytest.approx(160.2, abs=0.1)
     assert least < total < 193.5
@@ -519,7 +524,7 @@ def test_regret_in_fluid_scaling():
         order = np.arange(m * epochs).reshape(-1, 16) % m
         run = jax.jit(functools.partial(simulate, cero, learn=False))  # invalid rows: q stays as it is
         state, _ = run(jnp.asarray(p, jnp.float32), order, np.zeros((*order.shape, n_max), np.float32), start)
-        q, eta = np.asarray(cero_lib.informativeness(start), np.float64), cero.rates.eta
+        q, eta = np.asarray(informativeness(start), np.float64), cero.rates.eta
         best = cero_lib.offline_allocation(jnp.asarray(q, jnp.float32), eta, cero.budget, epochs * n_max)
 
         def total(n, q=q, eta=eta, epochs=epochs):

@@ -110,9 +110,8 @@ def test_invalid_rows_are_never_kept(rule):
     rewards = [9.0, 0.0, jnp.nan, 1.0, -9.0, 2.0, jnp.inf, -jnp.inf]
     valid = [0, 1, 1, 1, 0, 1, 1, 1]
     assert chosen(rewards, 2, valid, rule, key) <= {1, 3, 5}
-    assert chosen(rewards, 3, valid, rule, key) == {1, 3, 5}
     assert chosen(rewards, 6, valid, rule, key) == {1, 3, 5}
-    assert chosen(rewards, 8, [0] * 8, rule, key) == set()
+    assert chosen(rewards, 6, [0] * 8, rule, key) == set()
 
 
 def test_max_variance_of_the_valid_rows():
@@ -120,12 +119,11 @@ def test_max_variance_of_the_valid_rows():
 
 
 def test_prompts_do_not_see_each_other():
-    rewards = jax.random.normal(jax.random.key(0), (6, 8))
-    valid = jax.random.bernoulli(jax.random.key(1), 0.8, (6, 8))
-    together = sample(rewards, 3, rule="max_variance", valid=valid)
-    for p in range(6):
-        alone = sample(rewards[p : p + 1], 3, rule="max_variance", valid=valid[p : p + 1])
-        jax.tree.map(np.testing.assert_array_equal, alone, jax.tree.map(lambda x: x[p : p + 1], together))
+    rewards = np.array(jax.random.normal(jax.random.key(0), (3, 8)))
+    valid = np.array(jax.random.bernoulli(jax.random.key(1), 0.8, (3, 8)))
+    indices, kept = sample(rewards, 3, rule="max_variance", valid=valid)
+    for p, (row, its_valid) in enumerate(zip(rewards, valid, strict=True)):
+        assert set(np.array(indices[p])[kept[p]].tolist()) == chosen(row, 3, its_valid)
 
 
 # ---------------------------------------------------------------- brute force
@@ -140,7 +138,9 @@ def best_by_definition(rewards, valid, m):
     tolerance = 1e-6 * (values[-1] - values[0]) ** 2
     subsets = {k: values[: m - k] + values[len(values) - k :] for k in range(m + 1)}
     best = max(np.var(s) for s in subsets.values())
-    k = min((k for k in subsets if np.var(subsets[k]) >= best - tolerance), key=lambda k: (abs(k - m / 2), -k))
+    k = min(
+        (k for k in subsets if np.var(subsets[k]) >= best - tolerance), key=lambda k: (abs(k - m / 2), -k)
+    )
     return {i for v in set(subsets[k]) for i in [j for j in rows if rewards[j] == v][: subsets[k].count(v)]}
 
 
@@ -148,8 +148,10 @@ def rows_of(reward, n):
     return st.lists(st.tuples(reward, st.sampled_from([True, True, True, False])), min_size=n, max_size=n)
 
 
-GRID = st.integers(-4, 4).map(lambda i: i / 4)  # many ties; unequal variances differ by more than the tolerance
-SIZES = st.sampled_from([(12, 2), (12, 5), (12, 6), (12, 12), (7, 3), (4, 4), (2, 1)])
+GRID = st.integers(-4, 4).map(
+    lambda i: i / 4
+)  # many ties; unequal variances differ by more than the tolerance
+SIZES = st.sampled_from([(12, 5), (12, 6), (7, 3), (4, 4), (2, 1)])
 
 
 @given(st.data(), SIZES)
@@ -180,11 +182,11 @@ def test_max_variance_of_any_floats_is_within_its_tolerance(data, size):
         assert np.var([rewards[i] for i in kept]) >= best - 1.5e-6 * np.ptp(values) ** 2
 
 
-def test_variances_within_the_tolerance_count_as_equal():
-    """k = 2 beats k = 1 by 3e-7 of the squared range here, k = 1 is as near m/2 and smaller: k = 2; mirrored: too."""
-    rewards = np.array([0.0, 1e-6, 0.5, 0.999998, 1.0])
-    assert chosen(rewards, 3) == chosen(1 - rewards, 3) | {3} - {1} == {0, 3, 4}
-    assert chosen([0.0, 0.01, 0.5, 0.9, 1.0], 3) == {0, 1, 4}
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e3])
+def test_variances_within_the_tolerance_count_as_equal(scale):
+    """Two zeros beat two ones of which one lacks b, by 2b/9: too little for b = 3e-6, so the larger k stays."""
+    assert chosen(np.array([0.0, 0.0, 0.5, 1 - 3e-6, 1.0]) * scale, 3) == {0, 3, 4}
+    assert chosen(np.array([0.0, 0.0, 0.5, 1 - 1e-5, 1.0]) * scale, 3) == {0, 1, 4}
 
 
 # ---------------------------------------------------------------- what is done with the kept rows
@@ -210,17 +212,21 @@ def test_take_rows_gathers_every_array_by_the_same_rows(run):
         (dict(normalize_over="kept", eps=1.0), [0.22125, 0.14750, -0.36876]),
     ],
 )
-def test_advantages_over_the_kept_rows_or_over_all(settings, expected, run):
+def test_advantages_over_the_kept_rows_or_over_all(settings, expected):
     rewards = jnp.concatenate([PAPER, PAPER * 0 + 1])
     indices, kept = jnp.array([[0, 1, 4]] * 2), jnp.ones((2, 3), bool)
-    advantages = run(lambda r, i, k: kept_advantages(r, i, k, **settings))(rewards, indices, kept)
+    advantages = jax.jit(functools.partial(kept_advantages, **settings))(rewards, indices, kept)
     np.testing.assert_allclose(advantages, [expected, [0, 0, 0]], atol=1e-4)
 
 
 @pytest.mark.parametrize("over", ["kept", "all"])
 def test_rows_that_are_not_kept_or_not_valid_have_no_part(over, run):
     rewards, valid = jnp.array([[1.0, 0.0, jnp.nan, 7.0]]), jnp.array([[True, True, True, False]])
-    f = run(lambda r, v: kept_advantages(r, *down_sample(r, 3, rule="max_reward", valid=v), normalize_over=over, valid=v))
+    f = run(
+        lambda r, v: kept_advantages(
+            r, *down_sample(r, 3, rule="max_reward", valid=v), normalize_over=over, valid=v
+        )
+    )
     np.testing.assert_allclose(f(rewards, valid), [[-1, 1, 0]], atol=1e-5)
 
 
@@ -241,22 +247,31 @@ def test_reward_metrics(run):
         np.testing.assert_allclose(metrics[name], value, rtol=1e-6, err_msg=name)
 
 
-R, I, K = jnp.zeros((2, 4)), jnp.zeros((2, 3), int), jnp.ones((2, 3), bool)
+R, ROWS, K = jnp.zeros((2, 4)), jnp.zeros((2, 3), int), jnp.ones((2, 3), bool)
 
 
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: down_sample(R, 2, rule="best"), "unknown rule 'best'; known: 'max_variance', 'max_reward', 'ran"),
-        (lambda: down_sample(R, 5, rule="max_variance"), r"keep must be in \[1, n\], got keep=5 of n=4 rollouts"),
+        (
+            lambda: down_sample(R, 2, rule="best"),
+            "unknown rule 'best'; known: 'max_variance', 'max_reward', 'ran",
+        ),
+        (
+            lambda: down_sample(R, 5, rule="max_variance"),
+            r"keep must be in \[1, n\], got keep=5 of n=4 rollouts",
+        ),
         (lambda: down_sample(R, 0, rule="max_variance"), "got keep=0"),
         (lambda: down_sample(R, 3, rule="all"), "rule='all' keeps all 4 rows, got keep=3"),
         (lambda: down_sample(R, 3, rule="random"), "rule='random' needs key"),
         (lambda: down_sample(R[0], 3, rule="max_variance"), r"rewards must be \[P, n\], got shape \(4,\)"),
         (lambda: down_sample(R, 3, rule="max_variance", valid=R[:1]), r"valid \(1, 4\)"),
-        (lambda: kept_advantages(R, I, K, normalize_over="some"), "unknown normalize_over 'some'; known: 'kept', 'all'"),
-        (lambda: kept_advantages(R, I[:, :1], K[:, :1], normalize_over="kept"), "group of one"),
-        (lambda: kept_advantages(R[:, :1], I[:, :1], K[:, :1], normalize_over="all"), "group of one"),
+        (
+            lambda: kept_advantages(R, ROWS, K, normalize_over="some"),
+            "unknown normalize_over 'some'; known: 'kept', 'all'",
+        ),
+        (lambda: kept_advantages(R, ROWS[:, :1], K[:, :1], normalize_over="kept"), "group of one"),
+        (lambda: kept_advantages(R[:, :1], ROWS[:, :1], K[:, :1], normalize_over="all"), "group of one"),
     ],
 )
 def test_errors(call, message):

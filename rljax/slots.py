@@ -1,0 +1,105 @@
+"""Which slot of the engine's pool decodes which sample: host-side bookkeeping between segments."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from rljax.types import Array, Rollouts, pytree
+
+
+@pytree
+class Refill:
+    """Rows that start at a segment's begin, by slot. start: bool[lanes, slots]; the rest: sampling.Pool."""
+
+    start: Array
+    sample: Array
+    limit: Array
+    temperature: Array
+
+
+class Board:
+    """Host-side bookkeeping: which lane holds which prompt, which slot which sample, and what has ended."""
+
+    def __init__(self, counts: np.ndarray, *, lanes: int, slots: int, columns: int, top_logprobs: int):
+        """counts: int[P], samples of each prompt. columns: C of the pool's rings. top_logprobs: k."""
+        self.counts, self.columns = counts, columns
+        self.offset = np.concatenate([[0], np.cumsum(counts)])  # first row of each prompt
+        R, k = int(self.offset[-1]), top_logprobs
+        group = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        self.rollouts = Rollouts(
+            tokens=np.zeros((R, columns), np.int32),
+            logprobs=np.zeros((R, columns), np.float32),
+            lengths=np.zeros(R, np.int32),
+            group=group,
+            sample=(np.arange(R) - self.offset[group]).astype(np.int32),
+            truncated=np.zeros(R, bool),
+            top_ids=np.zeros((R, columns, k), np.int32),
+            top_logprobs=np.zeros((R, columns, k), np.float32),
+        )
+        self.waiting = [p for p in range(len(counts)) if counts[p] > 0][::-1]  # next prompt last
+        self.lane_prompt = np.full(lanes, -1)
+        self.next_sample = np.zeros(len(counts), np.int64)
+        self.row = np.full((lanes, slots), -1)  # row that a slot decodes, -1 idle
+        self.start = np.zeros((lanes, slots), np.int64)  # clock at which it began
+        self.clock = 0
+
+    def bind(self) -> list[tuple[int, int]]:
+        """(lane, prompt) of the lanes that take a new prompt now."""
+        bound = []
+        for lane in np.flatnonzero((self.row < 0).all(axis=1)):
+            held = self.lane_prompt[lane]
+            if held >= 0 and self.next_sample[held] < self.counts[held]:
+                continue
+            self.lane_prompt[lane] = self.waiting.pop() if self.waiting else -1
+            if self.lane_prompt[lane] >= 0:
+                bound.append((int(lane), int(self.lane_prompt[lane])))
+        return bound
+
+    def refill(self, limits: np.ndarray, temperatures: np.ndarray) -> Refill:
+        """Fills idle slots with their lane's next samples.
+
+        limits: [R]. temperatures: by sample, the last is repeated.
+        """
+        grid = self.row.shape
+        out = Refill(
+            start=np.zeros(grid, bool),
+            sample=np.zeros(grid, np.int32),
+            limit=np.zeros(grid, np.int32),
+            temperature=np.ones(grid, np.float32),
+        )
+        for lane, prompt in enumerate(self.lane_prompt):
+            if prompt < 0:
+                continue
+            free = np.flatnonzero(self.row[lane] < 0)[: self.counts[prompt] - self.next_sample[prompt]]
+            samples = self.next_sample[prompt] + np.arange(len(free))
+            self.next_sample[prompt] += len(free)
+            self.row[lane, free] = self.offset[prompt] + samples
+            self.start[lane, free] = self.clock
+            out.start[lane, free] = True
+            out.sample[lane, free] = samples
+            out.limit[lane, free] = limits[self.row[lane, free]]
+            out.temperature[lane, free] = temperatures[np.minimum(samples, len(temperatures) - 1)]
+        return out
+
+    def harvest(self, pool) -> np.ndarray:
+        """Copies rows that have ended out of the pool (sampling.Pool); returns their row numbers."""
+        active, self.clock = jax.device_get((pool.active, pool.clock))
+        self.clock = int(self.clock)
+        lanes, slots = np.nonzero((self.row >= 0) & ~active)
+        if len(lanes) == 0:
+            return np.zeros(0, np.int64)
+        rows, r = self.row[lanes, slots], self.rollouts
+        index, truncated, *rings = jax.device_get(
+            (pool.index, pool.truncated, pool.tokens, pool.logprobs, pool.top_ids, pool.top_logprobs)
+        )
+        r.lengths[rows] = index[lanes, slots]
+        r.truncated[rows] = truncated[lanes, slots]
+        steps = np.arange(r.tokens.shape[1])
+        columns = (self.start[lanes, slots][:, None] + steps) % self.columns
+        inside = steps < r.lengths[rows][:, None]
+        for ring, out in zip(rings, (r.tokens, r.logprobs, r.top_ids, r.top_logprobs), strict=True):
+            values = ring[lanes[:, None], slots[:, None], columns]
+            out[rows] = np.where(inside.reshape(*inside.shape, *[1] * (values.ndim - 2)), values, 0)
+        self.row[lanes, slots] = -1
+        return rows

@@ -1,0 +1,275 @@
+"""Every key of configs/default.py arrives: changing it alone changes something that can be observed.
+
+Each key stands in one group, by the cheapest place where its value shows: the training prompts, the engine's
+arguments, the kept rows, the allocator, the program of the learner step, the optimizer, the files of a run.
+A key that stands in no group fails the first test.
+"""
+
+import contextlib
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from rljax import budget, learner, metrics, rewards, sampling, sharding, tasks, train
+from rljax.config import KEYS, ConfigError
+from rljax.types import LearnerState, Rollouts
+
+# A base in which every key has work to do: several updates, a reference, a correction, a subset to keep.
+BASE = {
+    "learner.minibatches": 2, "learner.schedule": "cosine", "learner.weight_decay": 0.01, "loss.kl_coef": 0.1,
+    "loss.correction": "mask", "pods.rule": "max_variance", "pods.keep": 3, "loss.dual_clip": 3.0,
+    "cero.step_mu": 0.1, "cero.step_theta": 0.1, "cero.eta": 1.0, "mesh.data": 1,
+}  # fmt: skip
+DATA = {
+    "task.name": "arithmetic", "task.path": "x", "task.train_prompts": 11, "task.eval_prompts": 4,
+    "rollout.max_prompt_tokens": 5,
+}  # fmt: skip
+ARITHMETIC = {"task.seed": 1, "task.mix": "add1:1"}
+ENGINE = {
+    "seed": 1, "rollout.prompts": 2, "rollout.samples": 3, "rollout.max_new_tokens": 5, "rollout.lanes": 2,
+    "rollout.temperature": 0.7, "rollout.slots": 5, "rollout.segment": 2, "eval.samples": 3,
+    "eval.temperature": 0.5,
+}  # fmt: skip
+REFUSED = {"rollout.top_k": 5, "rollout.top_p": 0.9}  # on in training is an error; sampling_test has them on
+SELECTION = {
+    "pods.rule": "max_reward", "pods.keep": 2, "pods.normalize_over": "all", "advantage.baseline": "loo",
+    "advantage.scale": "none", "advantage.eps": 0.1,
+}  # fmt: skip
+ALLOCATION = {
+    "budget.rule": "uniform", "budget.rollouts": 90, "budget.epochs": 5, "cero.eta": 2.0,
+    "cero.step_theta": 0.2, "cero.step_mu": 0.2, "cero.prior_alpha": 2.0, "cero.prior_beta": 2.0, "cero.discount": 0.5, "cero.success_threshold": 0.7,
+    "cero.min_visits": 1,
+}  # fmt: skip
+PROGRAM = {
+    "model.dtype": "bfloat16", "model.remat": "layer", "model.token_chunk": 3, "loss.objective": "cispo",
+    "loss.ratio": "sequence", "loss.clip_low": 0.1, "loss.clip_high": 0.1, "loss.dual_clip": 4.0,
+    "loss.aggregate": "constant", "loss.kl_coef": 0.2, "loss.kl_kind": "k3", "loss.correction": "truncate",
+    "loss.correction_level": "sequence", "loss.correction_low": 0.5, "loss.correction_high": 3.0,
+    "learner.minibatches": 1, "learner.epochs": 2, "learner.micro_batches": 2, "learner.learning_rate": 0.5,
+    "learner.warmup_updates": 4, "learner.schedule": "constant", "learner.adam_b1": 0.8, "learner.adam_b2": 0.9,
+    "learner.adam_eps": 1e-3, "learner.weight_decay": 0.1, "learner.max_grad_norm": 2.0,
+}  # fmt: skip
+MESH = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+POOL = {"rewards.workers": 3, "rewards.cpu_seconds": 7.0, "rewards.memory_mb": 333}
+RUN = {"name": "other", "eval.every": 3, "checkpoint.every": 3, "checkpoint.keep": 1}
+ALONE = {"model.path": "nowhere", "task.shuffle_rewards": True}
+
+GROUPS = (DATA, ARITHMETIC, ENGINE, REFUSED, SELECTION, ALLOCATION, PROGRAM, MESH, POOL, RUN, ALONE)
+
+
+def test_every_key_is_in_one_group():
+    listed = [key for group in GROUPS for key in group]
+    assert sorted(listed) == sorted(KEYS)
+
+
+class Seen(Exception):
+    """Carries what a stub was given."""
+
+
+@pytest.fixture(scope="module")
+def config_of(run_config):
+    return lambda changes=None: run_config(BASE | (changes if changes is not None else {}))
+
+
+@pytest.fixture
+def few_devices(monkeypatch):
+    """A mesh of as many of the devices as its sizes name."""
+    real = sharding.make_mesh
+
+    def make_mesh(data, fsdp, tensor):
+        return real(data=data, fsdp=fsdp, tensor=tensor, devices=jax.devices()[: data * fsdp * tensor])
+
+    monkeypatch.setattr(sharding, "make_mesh", make_mesh)
+
+
+@pytest.fixture
+def no_learner(monkeypatch):
+    """Parts without a compiled learner."""
+    monkeypatch.setattr(learner, "init", lambda params, optimizer: LearnerState(params=params, opt_state=(), updates=0))
+    monkeypatch.setattr(learner, "make_step", lambda *_: None)
+
+
+def build(config):
+    return train.build(config, tasks.load(config.task), None)
+
+
+def assert_each_changes(observe, config_of, group, base=None):
+    """observe(config) → comparable; every change of the group gives another value than the base."""
+    base = {} if base is None else base
+    before = observe(config_of(base))
+    same = [key for key, value in group.items() if observe(config_of(base | {key: value})) == before]
+    assert not same, f"no effect of {same}"
+
+
+def test_data(config_of, few_devices, no_learner):
+    def observe(config):
+        parts, _ = build(config)
+        return parts.stream.prompts.tokens, parts.held_out.tokens
+
+    assert_each_changes(observe, config_of, DATA)
+    assert_each_changes(observe, config_of, ARITHMETIC, {"task.name": "arithmetic"})
+
+
+def test_engine(config_of, few_devices, no_learner, monkeypatch):
+    """What the engine is given by the first evaluation and by the first step."""
+
+    def generate(model, params, prompts, *, key, on_finished, **options):
+        plain = {name: np.asarray(value).tolist() for name, value in options.items() if name != "stop_ids"}
+        raise Seen((prompts, jax.random.key_data(key).tolist(), plain))
+
+    def call(stage, *args):
+        with pytest.raises(Seen) as seen:
+            stage(*args, metrics.Stages())
+        return seen.value.args[0]
+
+    def observe(config):
+        parts, state = build(config)
+        grants = train.draw(parts, state, metrics.Stages())
+        return call(train.held_out, parts, state), call(train.train_step, parts, state, grants)
+
+    monkeypatch.setattr(sampling, "generate", generate)
+    assert_each_changes(observe, config_of, ENGINE)
+
+
+def test_filters_are_refused_in_training(config_of):
+    for key, value in REFUSED.items():
+        with pytest.raises(ConfigError, match=key):
+            config_of({key: value})
+
+
+def stated_rollouts() -> Rollouts:
+    """Four prompts × four samples of one token, which is 7 · row mod 5."""
+    row = np.arange(16)
+    zeros = np.zeros((16, 1), np.int32)
+    return Rollouts(
+        tokens=(7 * row % 5)[:, None].astype(np.int32), logprobs=zeros.astype(np.float32),
+        lengths=np.ones(16, np.int32), group=(row // 4).astype(np.int32), sample=(row % 4).astype(np.int32),
+        truncated=row < 0, top_ids=zeros[..., None][..., :0], top_logprobs=zeros[..., None][..., :0],
+    )  # fmt: skip
+
+
+def test_selection(config_of, few_devices, no_learner):
+    values = np.array([0, 1, 0.5, 0, 1, 1, 0, 0.25, 0, 0, 0, 1, 0.5, 0.4, 0.3, 1], np.float32)
+
+    def observe(config):
+        kept = train.select(build(config)[0], 0, stated_rollouts(), 4, values)
+        return kept.indices.tolist(), kept.advantages.tolist()
+
+    assert_each_changes(observe, config_of, SELECTION)
+
+
+def test_shuffled_rewards(config_of, few_devices, no_learner, monkeypatch):
+    class Scorer:
+        def __init__(self, *_):
+            pass
+
+        def result(self, num_rows):
+            values = np.arange(num_rows, dtype=np.float32)
+            return rewards.Scores(rewards=values, unscorable=0, errors=0, timeouts=0, first_error=None)
+
+    def select(parts, step, rollouts, num_prompts, rewards_R):
+        raise Seen(rewards_R.tolist())
+
+    monkeypatch.setattr(rewards, "StreamingScorer", Scorer)
+    monkeypatch.setattr(sampling, "generate", lambda *_, **__: stated_rollouts())
+    monkeypatch.setattr(train, "select", select)
+    got = {}
+    for shuffle in (False, True):
+        parts, state = build(config_of({"task.shuffle_rewards": shuffle}))
+        grants = train.draw(parts, state, metrics.Stages())
+        with pytest.raises(Seen) as seen:
+            train.train_step(parts, state, grants, metrics.Stages())
+        got[shuffle] = seen.value.args[0]
+    assert got[False] == list(range(16)) != got[True]
+    assert sorted(got[True]) == got[False]
+
+
+def test_allocation(config_of):
+    def observe(config):
+        return budget.from_config(config, 11)
+
+    assert_each_changes(observe, config_of, ALLOCATION, {"budget.rule": "cero"})
+
+
+def test_program(config_of, few_devices, make_batch):
+    """The traced learner step: every option of loss, optimizer and model is a part of the program."""
+    batch = make_batch(P=4, K=3, S=6, T=4, vocab=200)
+
+    def observe(config):
+        parts, state = build(config)
+        return str(parts.step.trace(state.learner, batch, parts.reference).jaxpr)
+
+    assert_each_changes(observe, config_of, PROGRAM)
+
+
+def test_mesh(config_of, few_devices, no_learner):
+    def observe(config):
+        parts, state = build(config)
+        return dict(parts.mesh.shape), len(jax.tree.leaves(state.learner.params)[0].sharding.device_set)
+
+    assert_each_changes(observe, config_of, MESH)
+
+
+def test_pool(config_of, monkeypatch, tmp_path):
+    def pool(grade, **options):
+        raise Seen(options)
+
+    def observe(config):
+        with pytest.raises(Seen) as seen:
+            train.run(config, tmp_path)
+        return seen.value.args[0]
+
+    monkeypatch.setattr(rewards, "RewardPool", pool)
+    assert_each_changes(observe, config_of, POOL)
+
+
+def test_run_folder(config_of, few_devices, no_learner, monkeypatch, tmp_path):
+    """The loop's own part, on steps that do nothing: which steps are evaluated and kept, and the name."""
+
+    def train_step(parts, state, grants, stages):
+        with stages("rollout"):
+            totals = state.totals | {"rollouts": state.totals["rollouts"] + int(grants.counts.sum())}
+        line = {"rollouts/tokens": 1, "rollouts/truncated": 0.0, "train/unscorable": 0, "train/grader_errors": 0}
+        return dataclasses.replace(state, step=state.step + 1, draws=grants.draws, totals=totals), line
+
+    def held_out(parts, state, stages):
+        entry = {"step": state.step, "accuracy": 0.5, "avg_at_k": 0.5}
+        totals = state.totals | {"eval": {"first": entry, "last": entry, "best": entry}}
+        return dataclasses.replace(state, totals=totals), {"eval/accuracy": 0.5}
+
+    def build_on_host(*args):
+        parts, state = real(*args)
+        plain = LearnerState(params={"w": np.ones(1)}, opt_state=(), updates=np.zeros(()))
+        return parts, dataclasses.replace(state, learner=plain)
+
+    real = train.build
+    monkeypatch.setattr(train, "build", build_on_host)
+    monkeypatch.setattr(train, "train_step", train_step)
+    monkeypatch.setattr(train, "held_out", held_out)
+    monkeypatch.setattr(train.hf, "save", lambda *_: None)
+    monkeypatch.setattr(rewards, "RewardPool", lambda *_, **__: contextlib.nullcontext())
+
+    def observe(config):
+        observe.runs += 1
+        folder = tmp_path / str(observe.runs)
+        (folder / "model").mkdir(parents=True)
+        train.run(config, folder)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        steps = sorted(int(p.name) for p in (folder / "checkpoints").iterdir())
+        name = json.loads((folder / "summary.json").read_text())["name"]
+        return [x["step"] for x in lines if "eval/accuracy" in x], steps, name
+
+    observe.runs = 0
+    assert observe(config_of({"checkpoint.every": 2})) == ([0, 2, 4, 6], [4, 6], "grpo")
+    assert observe(config_of({"checkpoint.every": 0, "eval.every": 0})) == ([0, 6], [6], "grpo")
+    assert_each_changes(observe, config_of, RUN, {"checkpoint.every": 2})
+
+
+def test_model_path(config_of, few_devices, no_learner):
+    parts, _ = build(config_of())
+    assert parts.model.config.hidden_size == 16
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        build(config_of({"model.path": ALONE["model.path"]}))

@@ -1,0 +1,384 @@
+"""The learner step: gradients against hand values and across micro-batches and meshes, the optimizer, the state."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rljax import learner, sharding
+from rljax.models.transformer import Model
+from rljax.options import LearnerOptions, LossOptions
+from rljax.types import TrainBatch
+
+LOSS = LossOptions(
+    objective="ppo", ratio="token", clip_low=0.2, clip_high=0.28, dual_clip=None, aggregate="token",
+    kl_coef=0.0, kl_kind="k2", correction="none", correction_level="token", correction_low=0.0,
+    correction_high=2.0,
+)  # fmt: skip
+ADAMW = LearnerOptions(
+    learning_rate=1e-2, warmup_updates=0, schedule="constant", adam_b1=0.9, adam_b2=0.99, adam_eps=1e-8,
+    weight_decay=0.0, max_grad_norm=1.0, minibatches=1, epochs=1, micro_batches=1,
+)  # fmt: skip
+# An optimizer that changes nothing and whose state is the gradient it was given.
+RECORD = optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params),
+    lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
+)
+MESHES = {
+    "1": dict(data=1), "data 2": dict(data=2), "data 2, fsdp 2": dict(data=2, fsdp=2),
+    "fsdp 2, tensor 2": dict(data=1, fsdp=2, tensor=2), "all 2": dict(data=2, fsdp=2, tensor=2),
+}  # fmt: skip
+
+
+def settings(model, loss=LOSS, **changes) -> learner.Settings:
+    base = dict(temperature=0.7, token_chunk=16, max_length=9, micro_batches=1, minibatches=1, epochs=1)
+    return learner.Settings(model=model, loss=loss, **base | changes)
+
+
+def mesh_of(data=1, fsdp=1, tensor=1):
+    devices = jax.devices()[: data * fsdp * tensor]
+    return sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
+
+
+def begin(model, params, optimizer, mesh, **changes):
+    """(step, state, put) on a mesh; the given params stay alive."""
+    where = sharding.params_shardings(mesh, model.axes(), model.abstract_params())
+    own = jax.tree.map(lambda p: jnp.array(p, copy=True), params)
+    state = learner.init(jax.device_put(own, where), optimizer)
+    step = learner.make_step(settings(model, **changes), optimizer, state)
+    return step, state, functools.partial(sharding.put_by_prompt, mesh)
+
+
+def gradient(model, params, batch, mesh, reference=None, **changes):
+    step, state, put = begin(model, params, RECORD, mesh, **changes)
+    state, sums = step(state, put(batch), reference)
+    return jax.device_get(state.opt_state), learner.metrics(jax.device_get(sums))
+
+
+def assert_same_gradient(got, want):
+    """Equal to 1e-5 of the largest element, which is not 0."""
+    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(want))
+    assert scale > 1e-3
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert np.abs(a - b).max() <= 1e-5 * scale, jax.tree_util.keystr(path)
+
+
+# ---- one gradient, however it is computed
+
+
+@pytest.fixture(scope="module")
+def whole(random_model, make_batch):
+    """whole(aggregate): (gradient, metrics) of the batch as one micro-batch on one device."""
+
+    @functools.cache
+    def compute(aggregate):
+        loss = dataclasses.replace(LOSS, aggregate=aggregate)
+        return gradient(*random_model, make_batch(), mesh_of(), loss=loss)
+
+    return compute
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+def test_micro_batches_do_not_change_the_gradient(random_model, make_batch, whole, aggregate, micro_batches):
+    want, line = whole(aggregate)
+    loss = dataclasses.replace(LOSS, aggregate=aggregate)
+    got, parts = gradient(*random_model, make_batch(), mesh_of(), loss=loss, micro_batches=micro_batches)
+    assert_same_gradient(got, want)
+    assert parts == pytest.approx(line, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "mesh, aggregate, micro_batches",
+    [(name, "token", 1) for name in ("data 2", "data 2, fsdp 2", "fsdp 2, tensor 2")]
+    + [("all 2", "token", 2), ("all 2", "sequence", 1), ("all 2", "constant", 1)],
+)
+def test_mesh_does_not_change_the_gradient(random_model, make_batch, whole, mesh, aggregate, micro_batches):
+    want, line = whole(aggregate)
+    loss = dataclasses.replace(LOSS, aggregate=aggregate)
+    options = dict(loss=loss, micro_batches=micro_batches)
+    got, parts = gradient(*random_model, make_batch(), mesh_of(**MESHES[mesh]), **options)
+    assert_same_gradient(got, want)
+    assert parts == pytest.approx(line, rel=1e-5, abs=1e-6)
+
+
+def test_padding_rows_and_prompts_weigh_nothing(random_model, make_batch, whole):
+    """The batch without its two padding prompts, and with other values in all padding, has the same gradient."""
+    want, line = whole("constant")
+    rng, b = np.random.default_rng(1), make_batch()
+    pad = np.arange(5) >= b.lengths[..., None]
+    noise = rng.integers(0, 32, pad.shape)
+    other = dataclasses.replace(
+        b,
+        tokens=np.where(pad, noise, b.tokens).astype(np.int32),
+        sampler_logprobs=np.where(pad, -1e9, b.sampler_logprobs).astype(np.float32),
+        advantages=np.where(b.lengths == 0, 1e9, b.advantages).astype(np.float32),
+    )
+    short = jax.tree.map(lambda x: x[:6], other)
+    loss = dataclasses.replace(LOSS, aggregate="constant")
+    got, parts = gradient(*random_model, short, mesh_of(), loss=loss)
+    assert_same_gradient(got, want)
+    assert parts == pytest.approx(line, rel=1e-5, abs=1e-6)
+
+
+# ---- hand values: a policy that is one softmax, whatever came before
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """Logits are the parameter z itself, at every position; a model by the methods that the learner calls."""
+
+    def prefill(self, params, tokens, valid):
+        return None
+
+    def extend(self, params, tokens, valid, prefix):
+        return jnp.zeros((*tokens.shape, 1))
+
+    def unembed(self, params, hidden):
+        return hidden + params["z"]
+
+
+def rows(*tokens, advantages, sampler=0.5) -> TrainBatch:
+    """Each row its own prompt. sampler: probability of every token when it was sampled."""
+    width = max(map(len, tokens))
+    padded = np.array([[list(row) + [0] * (width - len(row))] for row in tokens], np.int32)
+    n = len(tokens)
+    return TrainBatch(
+        prompt_tokens=np.zeros((n, 1), np.int32),
+        prompt_lengths=np.ones(n, np.int32),
+        tokens=padded,
+        lengths=np.array([[len(row)] for row in tokens], np.int32),
+        sampler_logprobs=np.full(padded.shape, np.log(sampler), np.float32),
+        advantages=np.array(advantages, np.float32)[:, None],
+        draws=np.arange(n, dtype=np.uint32),
+        samples=np.zeros((n, 1), np.int32),
+    )
+
+
+def softmax_step(batch, *, z=(0.0, 0.0), optimizer=RECORD, reference=None, loss=LOSS, **changes):
+    """(new z, optimizer state, metrics) of one step from logits z."""
+    state = learner.init({"z": jnp.array(z)}, optimizer)
+    changes = dict(temperature=1.0) | changes
+    step = learner.make_step(settings(Softmax(), loss, **changes), optimizer, state)
+    state, sums = step(state, batch, reference)
+    return state.params["z"], state.opt_state, learner.metrics(jax.device_get(sums))
+
+
+def test_first_update_has_ratio_one_and_the_policy_gradient():
+    _, grad, line = softmax_step(rows([0], advantages=[1.0]))
+    assert line["train/loss"] == -1.0 and line["train/ratio_max"] == 1.0
+    np.testing.assert_allclose(grad["z"], [-0.5, 0.5], atol=1e-7)
+
+
+def test_temperature_scales_logits_and_gradient():
+    """z = [2, 0] at temperature .5: p(1) = 1 / (1 + e⁴), log -4.018; dlog p/dz = [-p₀, 1 - p₁] / .5."""
+    batch = rows([1], advantages=[1.0], sampler=np.exp(-4.0181499))
+    _, grad, line = softmax_step(batch, z=(2.0, 0.0), temperature=0.5)
+    assert line["train/logprob_gap"] < 1e-5
+    np.testing.assert_allclose(grad["z"], [2 * 0.98201379, -2 * 0.98201379], rtol=1e-5)
+
+
+def test_token_mean_is_of_the_whole_minibatch():
+    """One token of loss 4 in one micro-batch, three of 0 in the other: 1.0, not 2.0 or .5."""
+    batch = rows([0], [1, 1, 1], advantages=[-4.0, 0.0])
+    for micro_batches in (1, 2):
+        _, _, line = softmax_step(batch, micro_batches=micro_batches)
+        assert line["train/loss"] == pytest.approx(1.0)
+        assert line["train/tokens"] == 4
+
+
+@pytest.mark.parametrize("aggregate, loss", [("token", -3 / 4), ("sequence", -1 / 2), ("constant", -3 / 18)])
+def test_aggregates(aggregate, loss):
+    """Rows of 1 and 3 tokens, only the long one has an advantage; constant divides by 2 rows × 9 places."""
+    batch = rows([0], [1, 1, 1], advantages=[0.0, 1.0])
+    for micro_batches in (1, 2):
+        options = dataclasses.replace(LOSS, aggregate=aggregate)
+        _, _, line = softmax_step(batch, loss=options, micro_batches=micro_batches)
+        assert line["train/loss"] == pytest.approx(loss)
+
+
+@pytest.mark.parametrize("how", [{"epochs": 2}, {"minibatches": 2}])
+def test_old_logprobs_predate_the_first_of_several_updates(how):
+    """z goes to ±.5 by the first update; the second has ratio σ(1)/.5 = 1.4621 and gradient -1.4621·(1 - σ(1))."""
+    batch = rows([0], [0], advantages=[1.0, 1.0])
+    sgd = optax.sgd(1.0)
+    z, _, line = softmax_step(batch, optimizer=sgd, loss=dataclasses.replace(LOSS, clip_high=1.0), **how)
+    assert line["train/ratio_max"] == pytest.approx(1.462117, rel=1e-5)
+    np.testing.assert_allclose(z, [0.893223, -0.893223], rtol=1e-5)
+    assert line["train/loss"] == pytest.approx(-(1 + 1.462117) / 2, rel=1e-5)
+    z, _, line = softmax_step(batch, optimizer=sgd, **how)  # 1.46 is above 1 + clip_high: no gradient
+    np.testing.assert_allclose(z, [0.5, -0.5], rtol=1e-6)
+    assert line["train/clip_frac"] == 0.5
+
+
+@pytest.mark.parametrize("kind, gradient_of_z0", [("k1", 0.0), ("k2", -0.3466), ("k3", -0.30)])
+def test_kl_gradient_is_that_of_enumeration(kind, gradient_of_z0):
+    """π = (.5, .5), ref = (.8, .2): KL .2231, dKL/dz₀ -.3466. Both actions once is the exact expectation."""
+    loss = dataclasses.replace(LOSS, kl_coef=1.0, kl_kind=kind)
+    reference = {"z": jnp.log(jnp.array([0.8, 0.2]))}
+    batch = rows([0], [1], advantages=[0.0, 0.0])
+    _, grad, line = softmax_step(batch, loss=loss, reference=reference)
+    np.testing.assert_allclose(grad["z"], [gradient_of_z0, -gradient_of_z0], atol=5e-5)
+    assert line["train/kl_ref"] == pytest.approx(0.2231, abs=5e-5)  # always k3's
+
+    def kl(z):
+        p, q = jax.nn.softmax(z), jax.nn.softmax(reference["z"])
+        return jnp.sum(p * jnp.log(p / q))
+
+    if kind == "k2":
+        np.testing.assert_allclose(grad["z"], jax.grad(kl)(jnp.zeros(2)), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "how, weight",
+    [
+        (dict(correction="none"), 1.0),
+        (dict(correction="truncate"), 2.0),
+        (dict(correction="truncate", correction_high=9.0), 4.0),
+        (dict(correction="mask", correction_high=3.0), 0.0),
+        (dict(correction="mask", correction_low=5.0, correction_high=9.0), 0.0),
+        (dict(correction="mask", correction_low=1.0, correction_high=9.0), 4.0),
+        (dict(correction="truncate", correction_level="sequence", correction_high=99.0), 16.0),
+    ],
+)
+def test_importance_weights_reach_the_loss(how, weight):
+    """Two tokens, each of probability .5 now and .125 when sampled: ratio 4 a token, 16 the sequence."""
+    batch = rows([0, 1], advantages=[1.0], sampler=0.125)
+    _, _, line = softmax_step(batch, loss=dataclasses.replace(LOSS, **how))
+    assert line["train/loss"] == pytest.approx(-weight, rel=1e-6)
+    assert line["train/importance_mean"] == pytest.approx(16 if "correction_level" in how else 4, rel=1e-5)
+
+
+# ---- the optimizer
+
+
+def rates(options, total, updates):
+    """Learning rate of each update: AdamW's step on a constant gradient."""
+    optimizer = learner.make_optimizer(options, total)
+    params = {"w": jnp.zeros(())}
+    state, out = optimizer.init(params), []
+    for _ in range(updates):
+        changes, state = optimizer.update({"w": jnp.float32(0.5)}, state, params)
+        out.append(-float(changes["w"]))
+    return out
+
+
+def test_warm_up_is_linear_and_its_first_rate_above_zero():
+    options = dataclasses.replace(ADAMW, learning_rate=1.0, warmup_updates=4)
+    assert rates(options, 10, 7) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1], rel=1e-4)
+    assert rates(dataclasses.replace(options, warmup_updates=0), 10, 2) == pytest.approx([1, 1], rel=1e-4)
+
+
+def test_cosine_ends_at_zero():
+    options = dataclasses.replace(ADAMW, learning_rate=1.0, warmup_updates=2, schedule="cosine")
+    after = [0.5 * (1 + np.cos(np.pi * t / 4)) for t in range(5)]
+    assert rates(options, 6, 7) == pytest.approx([1 / 3, 2 / 3, *after], rel=1e-4, abs=1e-6)
+
+
+def test_gradient_is_clipped_by_its_global_norm():
+    grads = {"a": jnp.array([3.0]), "b": jnp.array([4.0])}
+    for limit, kept in ((1.0, 0.2), (10.0, 1.0), (0.0, 1.0)):
+        optimizer = learner.make_optimizer(dataclasses.replace(ADAMW, max_grad_norm=limit), 9)
+        _, state = optimizer.update(grads, optimizer.init(grads), grads)
+        first_moment = optax.tree_utils.tree_get(state, "mu")
+        assert float(first_moment["b"][0]) == pytest.approx(0.1 * 4 * kept, rel=1e-5)
+
+
+def test_weight_decay_leaves_norms_and_biases(make_config):
+    model = Model(make_config(model_type="qwen3", qkv_bias=True, qk_norm=True, tie_embeddings=False))
+    params = jax.tree.map(jnp.ones_like, model.init(jax.random.key(0)))
+    optimizer = learner.make_optimizer(dataclasses.replace(ADAMW, weight_decay=0.5), 9)
+    changes, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    flat = {path[-1].key: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(changes)}
+    still = {"norm", "attn_norm", "mlp_norm", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias"}
+    assert {name for name, leaf in flat.items() if not leaf.any()} == still
+    np.testing.assert_allclose(flat["head"], -0.5e-2, rtol=1e-6)
+
+
+# ---- the state
+
+
+def test_nothing_to_learn_from_changes_nothing(random_model, make_batch):
+    """No token counts: loss 0, finite zero gradients, and neither momentum nor weight decay moves anything."""
+    model, params = random_model
+    optimizer = learner.make_optimizer(dataclasses.replace(ADAMW, weight_decay=0.1), 9)
+    step, state, put = begin(model, params, optimizer, mesh_of())
+    state, _ = step(state, put(make_batch()), None)
+    before = jax.device_get(state)
+    empty = dataclasses.replace(make_batch(), lengths=np.zeros((8, 3), np.int32))
+    state, sums = step(state, put(empty), None)
+    line = learner.metrics(jax.device_get(sums))
+    assert line["train/loss"] == line["train/grad_norm"] == line["train/tokens"] == 0
+    assert all(np.isfinite(list(line.values())))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+    assert int(state.updates) == 1
+
+
+def test_state_keeps_its_shardings_is_donated_and_traced_once(random_model, make_batch):
+    model, params = random_model
+    adamw = learner.make_optimizer(ADAMW, 9)
+    traces = []
+
+    def update(grads, state, params=None):
+        traces.append(None)
+        return adamw.update(grads, state, params)
+
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
+    step, state, put = begin(model, params, optax.GradientTransformation(adamw.init, update), mesh)
+    where = jax.tree.map(lambda x: x.sharding, state)
+    for moment in ("mu", "nu"):
+        assert optax.tree_utils.tree_get(where.opt_state, moment) == where.params
+    assert where.params["layers"]["q"].spec == sharding.partition_spec(("layers", "embed", "heads"))
+    given = state
+    state, _ = step(state, put(make_batch()), None)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given.params))
+    assert jax.tree.map(lambda x: x.sharding, state) == where
+    state, _ = step(state, put(make_batch(seed=1)), None)
+    assert jax.tree.map(lambda x: x.sharding, state) == where
+    assert len(traces) == 1 and int(state.updates) == 2
+
+
+# ---- golden steps
+
+
+GOLDEN = {  # (loss, gradient norm, Σ|parameter change|) of one AdamW step at learning rate 1e-2
+    "grpo": (0.0, 0.0, 0.0),
+    "pods": (0.0, 0.0, 0.0),
+    "cero": (0.0, 0.0, 0.0),
+}
+REWARDS = np.array([[1, 0, 0, 1], [0, 0, 0, 1], [1, 1, 1, 0], [0, 1, 0, 0]], np.float32)
+
+
+def golden_batch(name, make_batch) -> TrainBatch:
+    """grpo: 4 rows a prompt. pods: their 2 of greatest variance. cero: one partial grant, one prompt of none."""
+    from rljax.algos import down_sampling
+
+    batch = make_batch(P=4, K=4, padding_prompts=0)
+    rewards = REWARDS.copy()
+    if name == "cero":
+        rewards[2, 2:] = rewards[3] = np.nan
+    rule, keep = ("max_variance", 2) if name == "pods" else ("all", 4)
+    indices, kept = down_sampling.down_sample(rewards, keep, rule=rule)
+    advantages = down_sampling.kept_advantages(rewards, indices, kept, normalize_over="kept")
+    by_row = {f: getattr(batch, f) for f in ("tokens", "lengths", "sampler_logprobs", "samples")}
+    by_row = down_sampling.take_rows(by_row, indices)
+    by_row["lengths"] = jnp.where(kept, by_row["lengths"], 0)
+    return jax.device_get(dataclasses.replace(batch, **by_row, advantages=advantages))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_step(random_model, make_batch, name):
+    model, params = random_model
+    step, state, put = begin(model, params, learner.make_optimizer(ADAMW, 9), mesh_of())
+    state, sums = step(state, put(golden_batch(name, make_batch)), None)
+    line = learner.metrics(jax.device_get(sums))
+    moved = sum(jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.abs(a - b).sum()), state.params, params)))
+    got = (line["train/loss"], line["train/grad_norm"], moved)
+    assert got == pytest.approx(GOLDEN[name], rel=1e-3), (
+        f"the {name} step computes other numbers: {got}. Change GOLDEN only where the mathematics was meant to "
+        "change (say so in the commit), or where a new jax draws other random weights; never to pass a refactoring"
+    )

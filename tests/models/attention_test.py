@@ -1,0 +1,108 @@
+"""The joint softmax over a shared prefix and a row's own keys: values and gradients of plain attention."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.models import attention
+
+P, G, T, S, H, KV, D = 2, 3, 4, 5, 4, 2, 8
+PREFIX = [5, 3]  # real prompt tokens
+OWN = [[4, 2, 1], [3, 4, 1]]  # real tokens of each row
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    rng = np.random.default_rng(0)
+    shapes = {
+        "q": (P, G, T, H, D), "k": (P, G, KV, T, D), "v": (P, G, KV, T, D),
+        "prefix_k": (P, KV, S, D), "prefix_v": (P, KV, S, D),
+    }  # fmt: skip
+    return {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+
+
+def shared(a, window):
+    """attend() with masks from lengths; padding on the right of the prompts and of the rows."""
+    prompt, own = np.array(PREFIX), np.array(OWN)
+    positions = prompt[:, None, None] + np.broadcast_to(np.arange(T), (P, G, T))
+    mask = attention.visible(positions, positions, np.arange(T) < own[..., None], window)
+    prefix_positions = np.broadcast_to(np.arange(S), (P, 1, S))
+    prefix_mask = attention.visible(
+        positions, prefix_positions, prefix_positions < prompt[:, None, None], window
+    )
+    return attention.attend(a["q"], a["k"], a["v"], mask, a["prefix_k"], a["prefix_v"], prefix_mask)
+
+
+def plain(a, window):
+    """{(p, g): [own, H, D]}: each row alone, prompt and completion in one sequence, head by head."""
+    out = {}
+    for p in range(P):
+        for g in range(G):
+            n, own = PREFIX[p], OWN[p][g]
+            heads = []
+            for h in range(H):
+                i = h // (H // KV)
+                keys = jnp.concatenate([a["prefix_k"][p, i, :n], a["k"][p, g, i, :own]])
+                values = jnp.concatenate([a["prefix_v"][p, i, :n], a["v"][p, g, i, :own]])
+                scores = a["q"][p, g, :own, h] @ keys.T / np.sqrt(D)
+                ahead = np.arange(n, n + own)[:, None] - np.arange(n + own)
+                seen = (ahead >= 0) & (ahead < (window if window is not None else 99))
+                heads.append(jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1) @ values)
+            out[p, g] = jnp.stack(heads, axis=1)
+    return out
+
+
+def weigh(rows):
+    """A scalar that no symmetry of the rows leaves alone."""
+    return sum(jnp.sum(jnp.sin(row) * (1 + p + 2 * g)) for (p, g), row in rows.items())
+
+
+def real_rows(out):
+    return {(p, g): out[p, g, : OWN[p][g]] for p in range(P) for g in range(G)}
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_output_and_gradients_equal_plain_attention(arrays, window):
+    ours = jax.jit(lambda a: (real_rows(shared(a, window)), weigh(real_rows(shared(a, window)))))
+    plainly = jax.jit(lambda a: (plain(a, window), weigh(plain(a, window))))
+    for key, row in plainly(arrays)[0].items():
+        np.testing.assert_allclose(ours(arrays)[0][key], row, atol=2e-6, err_msg=str(key))
+    got = jax.jit(jax.grad(lambda a: ours(a)[1]))(arrays)
+    want = jax.jit(jax.grad(lambda a: plainly(a)[1]))(arrays)
+    for name in arrays:
+        assert float(jnp.abs(want[name]).max()) > 0.1, f"{name} has no gradient; the test says nothing"
+        np.testing.assert_allclose(got[name], want[name], atol=5e-6, err_msg=name)
+
+
+def test_padding_keys_change_nothing(arrays):
+    base = shared(arrays, None)
+    spoilt = dict(arrays)
+    spoilt["prefix_k"] = arrays["prefix_k"].at[1, :, PREFIX[1] :].set(1e4)
+    spoilt["prefix_v"] = arrays["prefix_v"].at[1, :, PREFIX[1] :].set(-1e4)
+    spoilt["k"] = arrays["k"].at[0, 1, :, OWN[0][1] :].set(1e4)
+    spoilt["v"] = arrays["v"].at[0, 1, :, OWN[0][1] :].set(1e4)
+    for key, row in real_rows(shared(spoilt, None)).items():
+        np.testing.assert_array_equal(row, real_rows(base)[key])
+
+
+def test_a_row_that_sees_nothing_is_finite_and_has_finite_gradients(arrays):
+    def loss(a):
+        nothing = jnp.zeros((P, G, T, T), bool)
+        out = attention.attend(
+            a["q"], a["k"], a["v"], nothing, a["prefix_k"], a["prefix_v"], jnp.zeros((P, G, T, S), bool)
+        )
+        return jnp.sum(out**2)
+
+    value, grads = jax.value_and_grad(loss)(arrays)
+    assert np.isfinite(value) and all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+
+
+def test_visible():
+    # Two pads on the left (position 0), then three tokens; queries at the real positions 0, 1, 2.
+    keys = np.array([0, 0, 0, 1, 2])
+    valid = np.array([False, False, True, True, True])
+    causal = [[0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
+    np.testing.assert_array_equal(attention.visible(np.arange(3), keys, valid), np.array(causal, bool))
+    windowed = [[0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+    np.testing.assert_array_equal(attention.visible(np.arange(3), keys, valid, 2), np.array(windowed, bool))

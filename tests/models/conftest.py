@@ -1,0 +1,70 @@
+"""An independent decoder to compare with: whole rows, without prefix, cache or grouped heads."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+
+def _row_logits(c, params, ids):
+    S, D = ids.shape[0], c.head_dim
+    position = jnp.arange(S)
+    turns = jnp.exp(1j * position[:, None] * jnp.asarray(c.inverse_frequencies()))[:, None]
+    seen = position[:, None] >= position[None]
+    if c.sliding_window is not None:
+        seen &= position[:, None] - position[None] < c.sliding_window
+
+    def norm(x, weight):
+        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + c.norm_eps) * weight
+
+    def rope(x):
+        z = (x[..., : D // 2] + 1j * x[..., D // 2 :]) * turns
+        return jnp.concatenate([z.real, z.imag], axis=-1)
+
+    x = params["embed"][ids]
+    for i in range(c.num_layers):
+        w = {name: value[i] for name, value in params["layers"].items()}
+        h = norm(x, w["attn_norm"])
+        q, k, v = (h @ w[n] + (w[f"{n}_bias"] if c.qkv_bias else 0) for n in "qkv")
+        q, k, v = q.reshape(S, -1, D), k.reshape(S, -1, D), v.reshape(S, -1, D)
+        if c.qk_norm:
+            q, k = norm(q, w["q_norm"]), norm(k, w["k_norm"])
+        k, v = (jnp.repeat(a, c.num_heads // c.num_kv_heads, axis=1) for a in (rope(k), v))
+        scores = jnp.einsum("shd,thd->hst", rope(q), k) / np.sqrt(D)
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        x = x + jnp.einsum("hst,thd->shd", weights, v).reshape(S, -1) @ w["o"]
+        h = norm(x, w["mlp_norm"])
+        gate = h @ w["gate"]
+        x = x + (gate * jax.nn.sigmoid(gate) * (h @ w["up"])) @ w["down"]
+    return norm(x, params["norm"]) @ (params["embed"].T if c.tie_embeddings else params["head"])
+
+
+@pytest.fixture(scope="session")
+def plain_logits():
+    """(config, params, tokens[B, S]) → float32[B, S, V]; padding on the right is not seen."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def plain(c, params, tokens):
+        return jax.lax.map(lambda ids: _row_logits(c, params, ids), tokens)
+
+    return plain
+
+
+@pytest.fixture(scope="session")
+def random_params():
+    """(model, seed=0, dtype="float32") → params without any constant, so that every bias and norm counts."""
+
+    def make(model, seed=0, dtype="float32"):
+        rng = np.random.default_rng(seed)
+
+        def one(path, leaf):
+            name = path[-1].key
+            scale = 1.0 if name == "embed" else leaf.shape[-2] ** -0.5 if leaf.ndim == 3 else 0.3
+            value = scale * rng.standard_normal(leaf.shape) + (1.0 if name.endswith("norm") else 0.0)
+            return jnp.asarray(value, leaf.dtype)
+
+        return jax.tree_util.tree_map_with_path(one, model.abstract_params(dtype))
+
+    return make

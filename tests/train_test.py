@@ -1,0 +1,317 @@
+"""The whole loop on a tiny random model: what a run leaves, how it resumes, and what it refuses."""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import logging
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from rljax import checkpoint, rollout, runs, sharding, tokenizer, train
+from rljax.config import ConfigError
+from rljax.models import hf
+
+ALGORITHMS = {
+    "grpo": {},
+    "pods": {"pods.rule": "max_variance", "pods.keep": 2},
+    "cero": {
+        "budget.rule": "cero", "budget.epochs": 4, "cero.eta": 1.0, "cero.step_theta": 0.02,
+        "cero.step_mu": 0.01,
+    },
+}  # fmt: skip
+LAST = 6  # steps of 4 prompts × 4 rollouts that the budget of 96 allows; three are an epoch of 12 prompts
+
+
+class Stopped(Exception):
+    """The machine went away."""
+
+
+@dataclasses.dataclass
+class Record:
+    """One call of train.run, and what passed through it."""
+
+    folder: object
+    output: str
+    summary: dict | None
+    states: dict  # step → RunState on the host, of each save
+    tokens: list  # of every call of the engine
+
+    def lines(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@contextlib.contextmanager
+def listening(stop_after, states, tokens):
+    """Records saves and rollouts; raises Stopped after so many training steps."""
+    save, generate, step = checkpoint.Checkpointer.save, rollout.generate, train.train_step
+
+    def saving(self, number, state):
+        states[number] = jax.device_get(dataclasses.replace(state, totals={**state.totals}))
+        save(self, number, state)
+
+    def generating(*args, **kwargs):
+        out = generate(*args, **kwargs)
+        tokens.append(out.tokens)
+        return out
+
+    def stepping(parts, state, *rest):
+        if state.step == stop_after:
+            raise Stopped
+        return step(parts, state, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.Checkpointer, "save", saving)
+        patch.setattr(rollout, "generate", generating)
+        patch.setattr(train, "train_step", stepping)
+        yield
+
+
+def play(config, folder, stop_after=None) -> Record:
+    states, tokens, output, summary = {}, [], io.StringIO(), None
+    with listening(stop_after, states, tokens), contextlib.redirect_stdout(output):
+        if stop_after is None:
+            summary = train.run(config, folder)
+        else:
+            with pytest.raises(Stopped):
+                train.run(config, folder)
+    return Record(folder, output.getvalue(), summary, states, tokens)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_devices(tmp_path_factory):
+    """A mesh of as many devices as its sizes name (-1: one), and one compilation for equal programs."""
+
+    def make_mesh(data, fsdp, tensor):
+        data = max(1, data)
+        return real(data=data, fsdp=fsdp, tensor=tensor, devices=jax.devices()[: data * fsdp * tensor])
+
+    real = sharding.make_mesh
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "make_mesh", make_mesh)
+        yield
+
+
+@pytest.fixture(scope="module")
+def straight(run_config, tmp_path_factory):
+    """straight(name): the run of an algorithm from start to end, made once."""
+    return functools.cache(
+        lambda name: play(run_config(ALGORITHMS[name]), tmp_path_factory.mktemp(name) / "run")
+    )
+
+
+def timeless(record: dict) -> dict:
+    """Without what the clock decides."""
+    return {k: v for k, v in record.items() if not k.startswith("time/") and not k.endswith(("_s", "_per_s"))}
+
+
+def assert_same_state(a, b):
+    left, right = (dataclasses.replace(s, totals=timeless(s.totals)) for s in (a, b))
+    assert (left.draws, left.step, left.totals) == (right.draws, right.step, right.totals)
+    jax.tree.map(np.testing.assert_array_equal, (left.learner, left.budget), (right.learner, right.budget))
+
+
+# ---- what a run leaves
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_run_folder(straight, run_config, name):
+    run = straight(name)
+    config = json.loads((run.folder / "config.json").read_text())
+    assert config["rollout"]["samples"] == 4 and config["pods"]["keep"] == (2 if name == "pods" else 4)
+    lines = run.lines()
+    steps = len(lines) - 1
+    assert [line["step"] for line in lines] == list(range(steps + 1))
+    assert steps == LAST
+    expected = {
+        "time/rollout_s", "time/reward_s", "time/update_s", "time/step_s", "rollouts/total", "rollouts/truncated",
+        "rollouts/tokens_per_s", "train/reward_mean", "train/loss", "train/clip_frac", "train/grad_norm",
+        "train/logprob_gap", "train/unscorable", "pods/variance", "pods/kept", "cero/effective_prompt_ratio",
+        "cero/spent",
+    }  # fmt: skip
+    for line in lines[1:]:
+        assert expected <= set(line), expected - set(line)
+        assert line["train/logprob_gap"] < 1e-5 and line["train/ratio_max"] == 1
+        assert line["pods/kept"] == (8 if name == "pods" else 16)
+    assert ("cero/mu" in lines[-1]) == (name == "cero")
+    assert [line["step"] for line in lines if "eval/accuracy" in line] == [0, 2, 4, 6]
+    assert any(line["train/grad_norm"] > 0 for line in lines[1:])
+    assert list(run.folder.glob("events.out.tfevents*"))
+    assert sorted(p.name for p in (run.folder / "checkpoints").iterdir()) == ["5", "6"]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_summary_and_model(straight, name):
+    run = straight(name)
+    lines = run.lines()
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary == json.loads(json.dumps(run.summary))
+    assert summary["steps"] == LAST and summary["rollouts_total"] == lines[-1]["rollouts/total"] == 96
+    assert summary["wall_s"] == pytest.approx(sum(line["time/step_s"] for line in lines))
+    assert set(summary["stage_s"]) == {"prompts", "eval", "rollout", "reward", "update", "budget"}
+    assert sum(summary["stage_s"].values()) <= summary["wall_s"]
+    evals = [{"step": x["step"], "accuracy": x["eval/accuracy"], "avg_at_k": x["eval/avg_at_k"]}
+             for x in lines if "eval/accuracy" in x]  # fmt: skip
+    best = max(evals, key=lambda e: (e["accuracy"], -e["step"]))
+    assert summary["eval"] == {"first": evals[0], "last": evals[-1], "best": best}
+    model, params = hf.load(run.folder / "model")
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), run.states[LAST].learner.params)
+    assert tokenizer.load(run.folder / "model").stop_ids[-1] == 256
+    for word in ("eval at step 0", "before", "after", "seconds", f"run folder: {run.folder}"):
+        assert word in run.output
+
+
+def test_every_parameter_is_trained(straight):
+    start, end = (straight("grpo").states[step].learner for step in (1, LAST))
+    assert int(end.updates) == LAST
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), start.params, end.params)
+    assert all(m > 0 for m in jax.tree.leaves(moved))
+
+
+# ---- resuming
+
+
+def resume(run_config, name, folder, stop_after, every):
+    """(record before, record after, lines at the stop) of a run that was stopped and started again."""
+    config = run_config(ALGORITHMS[name] | {"checkpoint.every": every})
+    before = play(config, folder, stop_after=stop_after)
+    lines = before.lines()
+    return before, play(config, folder), lines
+
+
+@pytest.mark.parametrize("name, stop_after, every", [("grpo", 3, 3), ("cero", 3, 3), ("pods", 5, 2)])
+def test_resumed_run_is_the_straight_one(straight, run_config, tmp_path, name, stop_after, every):
+    """After step 3, an epoch's end, or lost in step 6 and restored to step 4; equal bit for bit."""
+    whole = straight(name)
+    before, after, lines = resume(run_config, name, tmp_path / "run", stop_after, every)
+    restored = stop_after // every * every
+    assert [line["step"] for line in lines] == list(range(stop_after + 1))
+    assert "resumed" in after.output and f"at step {restored}" in after.output
+    for states in (before.states, after.states):
+        for step, state in states.items():
+            assert_same_state(state, whole.states[step])
+    assert max(after.states) == LAST
+    assert [timeless(line) for line in after.lines()] == [timeless(line) for line in whole.lines()]
+    calls = len(after.tokens)
+    for mine, theirs in zip(after.tokens, whole.tokens[-calls:], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert timeless(after.summary) == timeless(whole.summary)
+
+
+def test_finished_run_trains_nothing_and_says_so(straight, run_config, tmp_path):
+    whole = straight("cero")
+    folder = tmp_path / "run"
+    shutil.copytree(whole.folder, folder)
+    again = play(run_config(ALGORITHMS["cero"]), folder)
+    assert "nothing left to train: step 6, 96 of 96 rollouts" in again.output
+    assert not again.tokens and not again.states
+    for name in ("metrics.jsonl", "summary.json", "config.json", "model/model.safetensors"):
+        assert (folder / name).read_bytes() == (whole.folder / name).read_bytes(), name
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["5", "6"]
+
+
+def test_a_longer_budget_continues_a_finished_uniform_run(straight, run_config, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(straight("grpo").folder, folder)
+    more = play(run_config(ALGORITHMS["grpo"] | {"budget.rollouts": 112}), folder)
+    assert more.summary["steps"] == 7 and list(more.states) == [7]
+    assert [line["step"] for line in more.lines()] == list(range(8))
+
+
+def test_workdir_of_another_config_is_refused_by_key(straight, run_config, tmp_path):
+    folder = straight("grpo").folder
+    kept = (folder / "config.json").read_text()
+    with pytest.raises(ConfigError, match=r"another config: loss\.clip_low was 0\.2, is now 0\.1"):
+        train.run(run_config({"loss.clip_low": 0.1}), folder)
+    assert (folder / "config.json").read_text() == kept
+    with pytest.raises(ConfigError, match=r"budget\.rule was 'uniform', is now 'cero'"):
+        runs.claim(run_config(ALGORITHMS["cero"]), folder)
+    other = {"mesh.data": 2, "eval.every": 3, "checkpoint.keep": 5, "name": "x", "learner.micro_batches": 2}
+    shutil.copytree(folder, tmp_path / "run")
+    runs.claim(run_config(other), tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
+        runs.claim(run_config(), tmp_path / "run")
+
+
+# ---- rewards that fail
+
+
+def test_unscorable_rewards_are_counted_and_carry_no_gradient(run_config, tiny_tasks, tmp_path):
+    changes = {"task.name": f"{tiny_tasks}:faulty_task", "budget.rollouts": 32, "checkpoint.every": 0}
+    run = play(run_config(changes), tmp_path / "run")
+    lines = run.lines()[1:]
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert 0 < line["train/grader_errors"] < line["train/unscorable"] < 16
+        assert line["pods/kept"] == 16 - line["train/unscorable"]
+        assert np.isfinite(line["train/loss"]) and 0 < line["train/reward_mean"] < 1
+        assert "KeyError: 'no such unit'" in line["train/first_error"]
+    assert "could not be scored" in run.output and "no such unit" in run.output
+
+
+def test_a_grader_that_scores_nothing_ends_the_run_and_changes_nothing(run_config, tiny_tasks, tmp_path):
+    changes = {"task.name": f"{tiny_tasks}:hopeless_task", "budget.rollouts": 32, "learner.weight_decay": 0.1}
+    config = run_config(changes)
+    run = play(config, tmp_path / "run")
+    assert [line["train/reward_mean"] for line in run.lines()[1:]] == [None, None]
+    assert [line["train/unscorable"] for line in run.lines()[1:]] == [16, 16]
+    _, params = hf.load(config.model.path)
+    jax.tree.map(np.testing.assert_array_equal, run.states[2].learner.params, jax.device_get(params))
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"model.path": "nowhere/model"}, FileNotFoundError, r"model\.path='nowhere/model'.*huggingface-cli download"),
+        ({"task.name": "rljax_test_tasks:empty_task"}, ValueError, r"'empty', train: empty data set"),
+        ({"task.name": "rljax_test_tasks:lacking_task"}, ValueError, r"example 0 lacks field 'answer'"),
+        ({"rollout.max_prompt_tokens": 1}, ValueError, r"training prompts has 1 to 1 tokens; raise rollout\.max"),
+        ({"mesh.data": 8, "rollout.lanes": 8}, ValueError, r"rollout\.prompts / .* = 4 does not divide over the 8"),
+        ({"mesh.data": 4, "learner.micro_batches": 2}, ValueError, r"micro_batches\) = 2 does not divide over the 4"),
+        ({"mesh.fsdp": 2, "rollout.lanes": 3}, ValueError, r"rollout\.lanes = 3 does not divide over the 2 devices"),
+        ({"mesh.fsdp": 3, "rollout.prompts": 3, "rollout.lanes": 3}, ValueError, r"embed: dimension .* of size 16"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_name_and_leaves_the_folder_free(run_config, tmp_path, changes, error, message):
+    with pytest.raises(error, match=message):
+        train.run(run_config(changes), tmp_path / "run")
+    runs.claim(run_config(), tmp_path / "run")  # the mistake mended: the same folder serves
+
+
+# ---- devices
+
+
+def test_eight_devices_give_one_devices_numbers(straight, run_config, tmp_path):
+    """mesh data 2, fsdp 2, tensor 2, and two micro-batches: the same tokens and rewards, nearly equal parameters."""
+    mesh = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "budget.rollouts": 32}
+    run, alone = play(run_config(mesh), tmp_path / "run"), straight("grpo")
+    for mine, theirs in zip(run.tokens[:3], alone.tokens[:3], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    for mine, theirs in zip(run.lines()[1:], alone.lines()[1:3], strict=True):
+        for name in ("train/reward_mean", "train/loss", "train/grad_norm", "rollouts/tokens"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+    close = functools.partial(np.testing.assert_allclose, atol=1e-4)
+    jax.tree.map(close, run.states[2].learner.params, alone.states[2].learner.params)
+
+
+def test_nothing_compiles_after_the_first_step(run_config, tmp_path, caplog):
+    """Ragged lengths, prompts of several lengths, evaluations between: every shape is there after one step."""
+    seen, step = [], train.train_step
+
+    def stepping(*args):
+        seen.append(len(caplog.records))
+        return step(*args)
+
+    with pytest.MonkeyPatch.context() as patch, jax.log_compiles(), caplog.at_level(logging.WARNING):
+        patch.setattr(train, "train_step", stepping)
+        play(run_config({"checkpoint.every": 0} | ALGORITHMS["cero"]), tmp_path / "run")
+    compiled = [r.getMessage() for r in caplog.records[seen[1] :] if r.getMessage().startswith("Compiling")]
+    assert not compiled, compiled
