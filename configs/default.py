@@ -23,8 +23,8 @@ def get_config() -> ConfigDict:
         name="arithmetic",  # a task of rljax/tasks
         path="",  # data file of a file task; not used by arithmetic
         seed=0,  # of the generated problems and of the split
-        train_prompts=1024,  # prompts of the fixed training set, visited once an epoch
-        eval_prompts=256,  # held-out prompts
+        train_prompts=2048,  # prompts of the fixed training set, visited once an epoch
+        eval_prompts=512,  # held-out prompts
         mix="",  # arithmetic: "kind:weight,kind:weight"; "" is the task's own mix
         shuffle_rewards=False,  # control: rewards permuted over the step's rollouts, so they say nothing
     ))
@@ -32,20 +32,20 @@ def get_config() -> ConfigDict:
     c.rollout = ConfigDict(dict(
         prompts=32,  # P, prompts with rollouts a step
         samples=16,  # n, rollouts a prompt (CERO: the largest grant, N_max, at most slots)
-        max_prompt_tokens=16,  # longer prompts are dropped and counted, never cut
-        max_new_tokens=8,  # T, tokens of a completion, the stop id included
+        max_prompt_tokens=10,  # longer prompts are dropped and counted, never cut
+        max_new_tokens=6,  # T, tokens of a completion, the stop id included
         temperature=1.0,  # 0 is greedy, and an error in training
         top_k=0,  # 0 is off. On in training is an error: the recorded log-prob would be of another policy
         top_p=1.0,  # 1 is off. On in training is an error
         lanes=32,  # prompts that decode at once; each has its prefix cached once
         slots=16,  # samples of one prompt that decode at once
-        segment=8,  # decode steps between refills of finished slots
+        segment=6,  # decode steps between refills of finished slots
     ))
 
     c.budget = ConfigDict(dict(
         rule="uniform",  # uniform (n for every prompt) | cero
         rollouts=81_920,  # B, rollouts of the whole run; training ends when they are spent
-        epochs=25,  # K, passes over the training prompts over which CERO spreads B (uniform: no limit)
+        epochs=5,  # K, passes over the training prompts over which CERO spreads B (uniform: no limit)
     ))
 
     c.cero = ConfigDict(dict(  # methods: arXiv 2606.05606
@@ -87,7 +87,7 @@ def get_config() -> ConfigDict:
     ))
 
     c.learner = ConfigDict(dict(
-        learning_rate=1e-4,  # of AdamW, after warm-up
+        learning_rate=3e-4,  # of AdamW, after warm-up
         warmup_updates=5,  # linear from 0
         schedule="constant",  # constant | cosine (to 0 at the last update that the budget allows)
         adam_b1=0.9,

@@ -47,6 +47,8 @@ SHAPES = {  # hidden, intermediate, layers, heads, kv heads, head dim; steps of 
     "tiny-actor": (64, 192, 4, 4, 2, 16, 2400),
 }
 BATCH = 256
+# Not the task's own mix: the base model has seen every kind about as often as another.
+WARM_MIX = "add2:3,sub2:3,add3:2,sub3:2,mul21:2,chain:3,mul22:1"
 MATRIX_RATE, OTHER_RATE = 0.02, 3e-3  # Muon's of the matrices, Adam's of the embedding and the norms
 
 
@@ -101,7 +103,7 @@ class Demonstrations:
 
     def __init__(self, seed: int):
         self.rng = random.Random(f"warm/{seed}")
-        weights = arithmetic.parse_mix("")
+        weights = arithmetic.parse_mix(WARM_MIX)
         self.kinds, self.shares = list(weights), list(weights.values())
 
     def batch(self, size: int, slips: float) -> TrainBatch:

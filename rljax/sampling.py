@@ -232,10 +232,10 @@ def generate(
     Returns Rollouts with R rows. Raises ValueError for an empty prompt or a number out of its range.
     """
     counts = np.broadcast_to(np.asarray(num_samples, np.int64), (len(prompts),))
+    draws = np.arange(len(prompts)) if draws is None else np.asarray(draws)
+    _check_prompts(prompts, counts, draws)
     limits = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (int(counts.sum()),))
     temperatures = np.atleast_1d(np.asarray(temperature, np.float32))
-    draws = np.arange(len(prompts)) if draws is None else np.asarray(draws)
-    _check_prompts(prompts, draws)
     mesh = sharding.mesh_of(params)
     shards = sharding.size(mesh, "prompts")
     lanes = -(-max(1, len(prompts)) // shards) * shards if lanes is None else lanes
@@ -254,7 +254,7 @@ def generate(
         min_p=min_p,
         top_logprobs=top_logprobs,
     )
-    _check_numbers(shape, counts, limits, temperatures, model.config.vocab_size)
+    _check_numbers(shape, limits, temperatures, model.config.vocab_size)
     board = Board(counts, lanes=lanes, slots=shape.slots, columns=shape.columns, top_logprobs=top_logprobs)
     pool = _pool_maker(model, jax.tree.leaves(params)[0].dtype, shape, mesh)()
     while True:
@@ -270,17 +270,18 @@ def generate(
             on_finished(board.rollouts, ended)
 
 
-def _check_prompts(prompts: Sequence[Sequence[int]], draws: np.ndarray) -> None:
+def _check_prompts(prompts: Sequence[Sequence[int]], counts: np.ndarray, draws: np.ndarray) -> None:
     empty = [i for i, p in enumerate(prompts) if len(p) == 0]
     if empty:
         raise ValueError(f"prompt {empty[0]} has no tokens; a prompt needs at least one to continue from")
     if len(draws) != len(prompts):
         raise ValueError(f"{len(draws)} draws for {len(prompts)} prompts; give one a prompt")
+    if counts.min(initial=0) < 0:
+        raise ValueError(f"num_samples={counts.min()}; it must be at least 0")
 
 
-def _check_numbers(shape: Shape, counts, limits, temperatures, vocabulary: int) -> None:
+def _check_numbers(shape: Shape, limits: np.ndarray, temperatures: np.ndarray, vocabulary: int) -> None:
     rules = [
-        ("num_samples", int(counts.min(initial=0)), counts.min(initial=0) >= 0, "at least 0"),
         ("max_new_tokens", int(limits.min(initial=1)), limits.min(initial=1) >= 1, "at least 1"),
         ("temperature", float(temperatures.min()), temperatures.min() >= 0, "at least 0, which is greedy"),
         ("lanes", shape.lanes, shape.lanes >= 1, "at least 1"),

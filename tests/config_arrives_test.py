@@ -40,7 +40,8 @@ SELECTION = {
 }  # fmt: skip
 ALLOCATION = {
     "budget.rule": "uniform", "budget.rollouts": 90, "budget.epochs": 5, "cero.eta": 2.0,
-    "cero.step_theta": 0.2, "cero.step_mu": 0.2, "cero.prior_alpha": 2.0, "cero.prior_beta": 2.0, "cero.discount": 0.5, "cero.success_threshold": 0.7,
+    "cero.step_theta": 0.2, "cero.step_mu": 0.2, "cero.prior_alpha": 2.0, "cero.prior_beta": 2.0,
+    "cero.discount": 0.5, "cero.success_threshold": 0.7,
     "cero.min_visits": 1,
 }  # fmt: skip
 PROGRAM = {

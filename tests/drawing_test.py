@@ -65,18 +65,14 @@ def test_greedy_is_argmax_without_division():
     ids, logprob, _, _ = choose(logits, jnp.array([0.0, 0.0]), jnp.array([0.001, 0.001]))
     np.testing.assert_array_equal(ids, [2, 1])
     np.testing.assert_allclose(logprob, [np.log(softmax(logits[0])[2]), 0.0], atol=1e-6)
-    filtered, logprob, _, _ = choose(
-        logits, jnp.array([0.0, 0.0]), jnp.array([0.999, 0.999]), top_k=2
-    )
+    filtered, logprob, _, _ = choose(logits, jnp.array([0.0, 0.0]), jnp.array([0.999, 0.999]), top_k=2)
     np.testing.assert_array_equal(filtered, [2, 1])
     assert np.isfinite(logprob).all()
 
 
 def test_each_row_has_its_own_temperature():
     logits = jnp.broadcast_to(jnp.array([0.0, 1.0, 2.0]), (3, 3))
-    _, logprob, ids, top = choose(
-        logits, jnp.array([0.5, 1.0, 2.0]), jnp.full(3, 0.999), top_logprobs=2
-    )
+    _, logprob, ids, top = choose(logits, jnp.array([0.5, 1.0, 2.0]), jnp.full(3, 0.999), top_logprobs=2)
     np.testing.assert_array_equal(ids, [[2, 1]] * 3)
     want = [np.log(softmax(np.arange(3) / t))[[2, 1]] for t in (0.5, 1.0, 2.0)]
     np.testing.assert_allclose(top, want, atol=1e-5)
@@ -90,9 +86,7 @@ def test_inverse_cdf_follows_the_distribution(vocabulary):
     dead = rng.choice(vocabulary, vocabulary // 3, replace=False)
     logits[dead] = -np.inf
     N = 40_000
-    ids = np.asarray(
-        inverse_cdf(jnp.broadcast_to(logits, (N, vocabulary)), rng.random(N, np.float32))
-    )
+    ids = np.asarray(inverse_cdf(jnp.broadcast_to(logits, (N, vocabulary)), rng.random(N, np.float32)))
     counts = np.bincount(ids, minlength=vocabulary)
     assert len(counts) == vocabulary and counts[dead].sum() == 0
     expected = N * softmax(logits)
@@ -106,9 +100,7 @@ def test_inverse_cdf_counts_up_with_the_uniform():
     # Mass .2, .5, .3: the boundaries lie at .2 and .7, whatever blocks the vocabulary is cut into.
     logits = jnp.log(jnp.array([0.2, 0.5, 0.3]))
     u = jnp.array([0.0, 0.19, 0.21, 0.69, 0.71, 0.999999])
-    np.testing.assert_array_equal(
-        inverse_cdf(jnp.broadcast_to(logits, (6, 3)), u), [0, 0, 1, 1, 2, 2]
-    )
+    np.testing.assert_array_equal(inverse_cdf(jnp.broadcast_to(logits, (6, 3)), u), [0, 0, 1, 1, 2, 2])
 
 
 @pytest.mark.parametrize("vocabulary", [1, 3, 10, 1000])

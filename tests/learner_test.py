@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from rljax import learner, sharding
+from rljax.algos import down_sampling
 from rljax.models.transformer import Model
 from rljax.options import LearnerOptions, LossOptions
 from rljax.types import TrainBatch
@@ -28,10 +29,7 @@ RECORD = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params),
     lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
 )
-MESHES = {
-    "1": dict(data=1), "data 2": dict(data=2), "data 2, fsdp 2": dict(data=2, fsdp=2),
-    "fsdp 2, tensor 2": dict(data=1, fsdp=2, tensor=2), "all 2": dict(data=2, fsdp=2, tensor=2),
-}  # fmt: skip
+MESHES = {"1": {}, "data 2, fsdp 2": dict(data=2, fsdp=2), "all 2": dict(data=2, fsdp=2, tensor=2)}
 
 
 def settings(model, loss=LOSS, **changes) -> learner.Settings:
@@ -70,59 +68,85 @@ def assert_same_gradient(got, want):
 # ---- one gradient, however it is computed
 
 
-@pytest.fixture(scope="module")
-def whole(random_model, make_batch):
-    """whole(aggregate): (gradient, metrics) of the batch as one micro-batch on one device."""
+@dataclasses.dataclass(frozen=True)
+class Bigram:
+    """softmax(E[token] W): a model by the methods that the learner calls, quick to compile."""
 
-    @functools.cache
-    def compute(aggregate):
-        loss = dataclasses.replace(LOSS, aggregate=aggregate)
-        return gradient(*random_model, make_batch(), mesh_of(), loss=loss)
+    def prefill(self, params, tokens, valid):
+        return None
 
-    return compute
+    def extend(self, params, tokens, valid, prefix):
+        return params["E"][tokens]
+
+    def unembed(self, params, hidden):
+        return hidden @ params["W"]
 
 
-@pytest.mark.parametrize("micro_batches", [2, 4])
+@functools.cache
+def bigram_gradient(make_batch, aggregate, micro_batches=1, devices=1, prompts=8):
+    E, W = jax.random.normal(jax.random.key(0), (2, 32, 8))
+    mesh = mesh_of(data=devices)
+    params = jax.device_put({"E": E, "W": W.T}, sharding.replicated(mesh))
+    state = learner.init(params, RECORD)
+    loss = dataclasses.replace(LOSS, aggregate=aggregate, kl_coef=0.5)
+    step = learner.make_step(settings(Bigram(), loss, micro_batches=micro_batches), RECORD, state)
+    batch = jax.tree.map(lambda x: x[:prompts], make_batch())
+    reference = jax.device_put({"E": E[::-1], "W": W.T}, sharding.replicated(mesh))
+    state, sums = step(state, sharding.put_by_prompt(mesh, batch), reference)
+    return jax.device_get(state.opt_state), learner.metrics(jax.device_get(sums))
+
+
+@pytest.mark.parametrize("how", [(2, 1), (4, 1), (1, 8), (2, 4)])
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
-def test_micro_batches_do_not_change_the_gradient(random_model, make_batch, whole, aggregate, micro_batches):
-    want, line = whole(aggregate)
-    loss = dataclasses.replace(LOSS, aggregate=aggregate)
-    got, parts = gradient(*random_model, make_batch(), mesh_of(), loss=loss, micro_batches=micro_batches)
+def test_micro_batches_and_devices_do_not_change_the_gradient(make_batch, aggregate, how):
+    (want, line), (got, parts) = bigram_gradient(make_batch, aggregate), bigram_gradient(make_batch, aggregate, *how)
     assert_same_gradient(got, want)
     assert parts == pytest.approx(line, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+def test_padding_prompts_weigh_nothing(make_batch, aggregate):
+    """The batch without its two padding prompts has the same gradient."""
+    want, line = bigram_gradient(make_batch, aggregate)
+    got, parts = bigram_gradient(make_batch, aggregate, prompts=6)
+    assert_same_gradient(got, want)
+    assert parts == pytest.approx(line, rel=1e-5, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def whole(random_model, make_batch):
+    """(step, gradient, metrics) of the decoder's batch as one micro-batch on one device."""
+    step, state, put = begin(*random_model, RECORD, mesh_of())
+    after, sums = step(state, put(make_batch()), None)
+    return step, jax.device_get(after.opt_state), learner.metrics(jax.device_get(sums))
 
 
 @pytest.mark.parametrize(
-    "mesh, aggregate, micro_batches",
-    [(name, "token", 1) for name in ("data 2", "data 2, fsdp 2", "fsdp 2, tensor 2")]
-    + [("all 2", "token", 2), ("all 2", "sequence", 1), ("all 2", "constant", 1)],
+    "mesh, micro_batches", [("1", 4), ("data 2, fsdp 2", 1), ("all 2", 2)]
 )
-def test_mesh_does_not_change_the_gradient(random_model, make_batch, whole, mesh, aggregate, micro_batches):
-    want, line = whole(aggregate)
-    loss = dataclasses.replace(LOSS, aggregate=aggregate)
-    options = dict(loss=loss, micro_batches=micro_batches)
-    got, parts = gradient(*random_model, make_batch(), mesh_of(**MESHES[mesh]), **options)
+def test_decoder_gradient_is_the_same_on_every_mesh(random_model, make_batch, whole, mesh, micro_batches):
+    _, want, line = whole
+    got, parts = gradient(*random_model, make_batch(), mesh_of(**MESHES[mesh]), micro_batches=micro_batches)
     assert_same_gradient(got, want)
     assert parts == pytest.approx(line, rel=1e-5, abs=1e-6)
 
 
-def test_padding_rows_and_prompts_weigh_nothing(random_model, make_batch, whole):
-    """The batch without its two padding prompts, and with other values in all padding, has the same gradient."""
-    want, line = whole("constant")
+def test_what_stands_in_padding_weighs_nothing(random_model, make_batch, whole):
+    step, want, line = whole
     rng, b = np.random.default_rng(1), make_batch()
     pad = np.arange(5) >= b.lengths[..., None]
-    noise = rng.integers(0, 32, pad.shape)
+    late = np.arange(6) >= b.prompt_lengths[:, None]
     other = dataclasses.replace(
         b,
-        tokens=np.where(pad, noise, b.tokens).astype(np.int32),
+        prompt_tokens=np.where(late, 31 - b.prompt_tokens, b.prompt_tokens),
+        tokens=np.where(pad, rng.integers(0, 32, pad.shape), b.tokens).astype(np.int32),
         sampler_logprobs=np.where(pad, -1e9, b.sampler_logprobs).astype(np.float32),
         advantages=np.where(b.lengths == 0, 1e9, b.advantages).astype(np.float32),
     )
-    short = jax.tree.map(lambda x: x[:6], other)
-    loss = dataclasses.replace(LOSS, aggregate="constant")
-    got, parts = gradient(*random_model, short, mesh_of(), loss=loss)
-    assert_same_gradient(got, want)
-    assert parts == pytest.approx(line, rel=1e-5, abs=1e-6)
+    _, state, put = begin(*random_model, RECORD, mesh_of())
+    state, sums = step(state, put(other), None)
+    assert_same_gradient(jax.device_get(state.opt_state), want)
+    assert learner.metrics(jax.device_get(sums)) == pytest.approx(line, rel=1e-5, abs=1e-6)
 
 
 # ---- hand values: a policy that is one softmax, whatever came before
@@ -302,14 +326,25 @@ def test_weight_decay_leaves_norms_and_biases(make_config):
 # ---- the state
 
 
-def test_nothing_to_learn_from_changes_nothing(random_model, make_batch):
-    """No token counts: loss 0, finite zero gradients, and neither momentum nor weight decay moves anything."""
-    model, params = random_model
+@pytest.fixture(scope="module")
+def begin_adamw(random_model):
+    """begin_adamw() → (step, a fresh state, put), one compiled step of AdamW on one device for all."""
     optimizer = learner.make_optimizer(dataclasses.replace(ADAMW, weight_decay=0.1), 9)
-    step, state, put = begin(model, params, optimizer, mesh_of())
-    state, _ = step(state, put(make_batch()), None)
+    step, _, _ = begin(*random_model, optimizer, mesh_of())
+
+    def make():
+        _, state, put = begin(*random_model, optimizer, mesh_of())
+        return step, state, put
+
+    return make
+
+
+def test_nothing_to_learn_from_changes_nothing(begin_adamw, make_batch):
+    """No token counts: loss 0, finite zero gradients, and neither momentum nor weight decay moves anything."""
+    step, state, put = begin_adamw()
+    state, _ = step(state, put(golden_batch("grpo", make_batch)), None)
     before = jax.device_get(state)
-    empty = dataclasses.replace(make_batch(), lengths=np.zeros((8, 3), np.int32))
+    empty = dataclasses.replace(golden_batch("grpo", make_batch), lengths=np.zeros((4, 4), np.int32))
     state, sums = step(state, put(empty), None)
     line = learner.metrics(jax.device_get(sums))
     assert line["train/loss"] == line["train/grad_norm"] == line["train/tokens"] == 0
@@ -350,19 +385,23 @@ GOLDEN = {  # (loss, gradient norm, Σ|parameter change|) of one AdamW step at l
     "pods": (0.0, 0.0, 0.0),
     "cero": (0.0, 0.0, 0.0),
 }
-REWARDS = np.array([[1, 0, 0, 1], [0, 0, 0, 1], [1, 1, 1, 0], [0, 1, 0, 0]], np.float32)
+REWARDS = np.array(
+    [[1, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 1, 1, 1], [0, 1, 0, 0, 0, 0, 0, 0]],
+    np.float32,
+)
 
 
 def golden_batch(name, make_batch) -> TrainBatch:
-    """grpo: 4 rows a prompt. pods: their 2 of greatest variance. cero: one partial grant, one prompt of none."""
-    from rljax.algos import down_sampling
-
-    batch = make_batch(P=4, K=4, padding_prompts=0)
+    """4 prompts × 4 rows. grpo: the first 4 of 8. pods: the 4 of 8 of greatest variance. cero: one prompt with a
+    partial grant of 2, one without."""
+    batch = make_batch(P=4, K=8, padding_prompts=0)
     rewards = REWARDS.copy()
     if name == "cero":
         rewards[2, 2:] = rewards[3] = np.nan
-    rule, keep = ("max_variance", 2) if name == "pods" else ("all", 4)
-    indices, kept = down_sampling.down_sample(rewards, keep, rule=rule)
+    if name != "pods":
+        rewards = rewards[:, :4]
+    rule = "max_variance" if name == "pods" else "all"
+    indices, kept = down_sampling.down_sample(rewards, 4, rule=rule)
     advantages = down_sampling.kept_advantages(rewards, indices, kept, normalize_over="kept")
     by_row = {f: getattr(batch, f) for f in ("tokens", "lengths", "sampler_logprobs", "samples")}
     by_row = down_sampling.take_rows(by_row, indices)
@@ -371,13 +410,12 @@ def golden_batch(name, make_batch) -> TrainBatch:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden_step(random_model, make_batch, name):
-    model, params = random_model
-    step, state, put = begin(model, params, learner.make_optimizer(ADAMW, 9), mesh_of())
+def test_golden_step(random_model, begin_adamw, make_batch, name):
+    step, state, put = begin_adamw()
     state, sums = step(state, put(golden_batch(name, make_batch)), None)
     line = learner.metrics(jax.device_get(sums))
-    moved = sum(jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.abs(a - b).sum()), state.params, params)))
-    got = (line["train/loss"], line["train/grad_norm"], moved)
+    changes = jax.tree.map(lambda a, b: float(jnp.abs(a - b).sum()), state.params, random_model[1])
+    got = (line["train/loss"], line["train/grad_norm"], sum(jax.tree.leaves(changes)))
     assert got == pytest.approx(GOLDEN[name], rel=1e-3), (
         f"the {name} step computes other numbers: {got}. Change GOLDEN only where the mathematics was meant to "
         "change (say so in the commit), or where a new jax draws other random weights; never to pass a refactoring"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from rljax import batching, sampling, sharding
+from rljax import batching, drawing, sampling, sharding
 from rljax.models import logits, logprobs
 from rljax.types import Prompts
 
@@ -16,18 +16,17 @@ PROMPTS = [[5, 9, 2], [7], [11, 3, 4, 8, 1, 6], [2, 2], [30, 31, 0, 1]]
 COUNTS = [3, 0, 5, 1, 4]
 LIMITS = [8, 3, 8, 5, 8, 8, 1, 7, 2, 8, 8, 6, 4]
 TEMPERATURES = [0.0, 1.0, 0.6, 1.3]
-STOPS = (3, 17)
+STOPS = (0, 30)  # 0 also fills what is past a row: lengths are recorded, not read from tokens
 KEY = jax.random.key(0)
 forward = jax.jit(logits, static_argnums=0)
 
-# lanes × slots × segment × prompt_capacity: a row waits for a slot, a lane for its next prompt, and segments
-# that do not divide the limits let rows start at any column of the rings.
+# A row waits for a slot, a lane for its next prompt, and segments that do not divide the limits let rows start at
+# any column of the rings. Most tests use this one, since every other shape compiles again.
+WAITING = {"lanes": 2, "slots": 2, "segment": 3, "prompt_capacity": 9}
 LAYOUTS = {
-    "everything at once": {},
     "one row at a time": {"lanes": 1, "slots": 1, "segment": 8},
-    "short segments": {"lanes": 2, "slots": 2, "segment": 3, "prompt_capacity": 9},
-    "single steps": {"lanes": 3, "slots": 2, "segment": 1},
-    "fewer slots than lanes": {"lanes": 5, "slots": 1, "segment": 5, "prompt_capacity": 16},
+    "waiting for slots and lanes": WAITING,
+    "single steps, a slot a lane": {"lanes": 3, "slots": 1, "segment": 1, "prompt_capacity": 16},
 }
 
 
@@ -39,19 +38,27 @@ def lively(random_model):
 
 
 @pytest.fixture(scope="module")
-def ragged(lively):
-    def run(**layout):
-        return sampling.generate(
-            *lively, PROMPTS, num_samples=COUNTS, max_new_tokens=LIMITS, key=KEY, temperature=TEMPERATURES,
-            stop_ids=STOPS, top_logprobs=2, **layout,
-        )  # fmt: skip
+def sample(lively):
+    """generate() on the shared shape, but for what the test changes."""
+
+    def run(prompts=PROMPTS, **changes):
+        settings = {
+            "num_samples": 6, "max_new_tokens": 8, "key": KEY, "stop_ids": STOPS, "top_logprobs": 2,
+        } | WAITING | changes  # fmt: skip
+        return sampling.generate(*lively, prompts, **settings)
 
     return run
 
 
 @pytest.fixture(scope="module")
+def ragged(sample):
+    """Counts, limits and temperatures that differ by row."""
+    return functools.partial(sample, num_samples=COUNTS, max_new_tokens=LIMITS, temperature=TEMPERATURES)
+
+
+@pytest.fixture(scope="module")
 def at_once(ragged):
-    return ragged()
+    return ragged(**dict.fromkeys(("lanes", "slots", "prompt_capacity")), segment=32)
 
 
 def rows_of(rollouts):
@@ -81,14 +88,14 @@ def packed(prompts, rollouts, keep, width, mesh=None):
     )
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_layout_of_the_pool_changes_no_sample(ragged, at_once, layout):
     got = ragged(**LAYOUTS[layout])
     assert rows_of(got) == rows_of(at_once)
     for name in ("tokens", "lengths", "group", "sample", "truncated", "top_ids"):
         np.testing.assert_array_equal(getattr(got, name), getattr(at_once, name), err_msg=name)
     for name in ("logprobs", "top_logprobs"):
-        np.testing.assert_allclose(getattr(got, name), getattr(at_once, name), atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(getattr(got, name), getattr(at_once, name), atol=5e-5, err_msg=name)
 
 
 def test_rows_are_sorted_and_counted(at_once):
@@ -98,7 +105,6 @@ def test_rows_are_sorted_and_counted(at_once):
 
 def test_rows_end_at_any_stop_id_or_at_their_limit(at_once):
     # The stop id belongs to the row; what stood after it is 0, and so is its log-prob.
-    ends = set()
     for r, row in enumerate(rows_of(at_once)):
         assert 1 <= len(row) <= LIMITS[r]
         assert not set(row[:-1]) & set(STOPS)
@@ -106,29 +112,16 @@ def test_rows_end_at_any_stop_id_or_at_their_limit(at_once):
             assert len(row) == LIMITS[r] and row[-1] not in STOPS
         else:
             assert row[-1] in STOPS
-            ends.add(row[-1])
         past = np.arange(8) >= len(row)
         assert (at_once.tokens[r, past] == 0).all() and (at_once.logprobs[r, past] == 0).all()
         assert (at_once.logprobs[r, ~past] < 0).all()
-    assert at_once.truncated.any() and ends, "these seeds show no stop or no limit; choose others"
+    assert at_once.truncated.any() and not at_once.truncated.all()
 
 
-def test_two_stop_ids_both_end_rows_and_a_stop_may_be_the_padding_id(lively):
-    # Ids 0 and 9: the ring is filled with 0 too, so lengths must be recorded, not read from the tokens.
-    out = sampling.generate(
-        *lively,
-        [[5], [6]],
-        num_samples=40,
-        max_new_tokens=8,
-        key=KEY,
-        stop_ids=(0, 9),
-        lanes=2,
-        slots=16,
-        segment=4,
-    )
-    last = {row[-1] for row, cut in zip(rows_of(out), out.truncated, strict=True) if not cut}
-    assert last == {0, 9}
-    assert all(not set(row[:-1]) & {0, 9} for row in rows_of(out))
+def test_every_stop_id_ends_rows_also_the_padding_id(sample):
+    out = sample(temperature=1.3, num_samples=12)
+    assert {row[-1] for row, cut in zip(rows_of(out), out.truncated, strict=True) if not cut} == set(STOPS)
+    assert all(not set(row[:-1]) & set(STOPS) for row in rows_of(out))
 
 
 def test_top_logprobs_are_the_most_likely_tokens(lively, at_once):
@@ -168,12 +161,9 @@ def test_temperature_zero_is_the_argmax(lively, at_once):
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
-def test_sampler_and_learner_agree_on_log_probs(lively, temperature):
+def test_sampler_and_learner_agree_on_log_probs(lively, sample, temperature):
     # Rows that wait for slots and lanes, so that prefixes are rebound and rings wrap around.
-    out = sampling.generate(
-        *lively, PROMPTS, num_samples=6, max_new_tokens=8, key=KEY, temperature=temperature, stop_ids=STOPS,
-        lanes=2, slots=4, segment=3,
-    )  # fmt: skip
+    out = sample(temperature=temperature)
     batch = packed(PROMPTS, out, 6, 8)
     ours = np.asarray(learner_logprobs(*lively, batch, jnp.float32(temperature)))
     gap = [
@@ -187,16 +177,13 @@ def test_sampler_and_learner_agree_on_log_probs(lively, temperature):
         assert np.asarray(batch.tokens)[g, s, : out.lengths[r]].tolist() == rows_of(out)[r]
 
 
-def test_the_draw_decides_the_random_stream(lively):
+def test_the_draw_decides_the_random_stream(sample):
     def run(prompts, draws, key=KEY):
-        out = sampling.generate(
-            *lively, prompts, num_samples=4, max_new_tokens=8, key=key, draws=draws,
-            lanes=3, slots=4, segment=8, prompt_capacity=4,
-        )  # fmt: skip
+        out = sample(prompts, num_samples=4, draws=draws, key=key)
         return np.array(out.tokens).reshape(len(prompts), 4, 8)
 
     first = run([[5, 9], [5, 9], [7]], [4, 70_000, 6])
-    assert not (first[0] == first[1]).all(axis=-1).any()  # the same question drawn twice: fresh samples
+    assert (first[0] != first[1]).any(axis=-1).all()  # the same question drawn twice: fresh samples
     assert len({tuple(row) for row in first[0]}) == 4
     again = run([[1, 2, 3], [5, 9]], [0, 70_000])  # another batch, another lane: the same samples
     np.testing.assert_array_equal(again[1], first[1])
@@ -227,18 +214,32 @@ def test_sampled_frequencies_are_the_softmax(lively):
 
 
 def test_filters_reach_the_sampler(lively):
+    # Flat, middling and peaked distributions: each filter alone decides what stays of one of them.
     model, params = lively
-    order = np.argsort(-np.asarray(forward(model, params, np.array([[5, 9]])))[0, -1])
+    logits = np.asarray(forward(model, params, np.array([[5, 9]])))[0, -1]
+    temperatures, filters = (10.0, 1.0, 0.5), {"top_k": 6, "top_p": 0.8, "min_p": 0.35}
+
+    def staying(temperature, **filters):
+        settings = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
+        return set(np.flatnonzero(np.isfinite(drawing.filter_logits(logits / temperature, **settings))))
+
+    want = [staying(t, **filters) for t in temperatures]
+    for name in filters:
+        rest = {k: v for k, v in filters.items() if k != name}
+        assert [staying(t, **rest) for t in temperatures] != want, f"{name} decides nothing here"
     out = sampling.generate(
-        *lively, [[5, 9]], num_samples=200, max_new_tokens=1, key=KEY, top_k=3, lanes=1, slots=200
-    )
-    assert set(out.tokens[:, 0]) == set(order[:3])
-    for name, filters in {"top_p": {"top_p": 1e-6}, "min_p": {"min_p": 1.0}}.items():
-        out = sampling.generate(
-            *lively, [[5, 9]], num_samples=50, max_new_tokens=1, key=KEY, lanes=1, slots=50, **filters
-        )
-        assert set(out.tokens[:, 0]) == {order[0]}, name
-        np.testing.assert_allclose(out.logprobs[:, 0], 0.0, atol=1e-6)
+        *lively, [[5, 9]], num_samples=900, max_new_tokens=1, key=KEY, lanes=1, slots=900,
+        temperature=[temperatures[i // 300] for i in range(900)], **filters,
+    )  # fmt: skip
+    for i, stays in enumerate(want):
+        assert set(out.tokens[300 * i : 300 * (i + 1), 0]) == stays
+    for temperature, id, got in [
+        (10.0, out.tokens[0, 0], out.logprobs[0, 0]),
+        (0.5, out.tokens[-1, 0], out.logprobs[-1, 0]),
+    ]:
+        stays = np.array(sorted(want[temperatures.index(temperature)]))
+        total = np.log(np.exp(logits[stays] / temperature).sum())
+        assert got == pytest.approx(logits[id] / temperature - total, abs=1e-4)
 
 
 def test_rows_are_handed_over_once_as_they_end(ragged, at_once):
@@ -247,7 +248,7 @@ def test_rows_are_handed_over_once_as_they_end(ragged, at_once):
     def on_finished(rollouts, rows):
         seen.append({int(r): rollouts.tokens[r, : rollouts.lengths[r]].tolist() for r in rows})
 
-    ragged(**LAYOUTS["short segments"], on_finished=on_finished)
+    ragged(on_finished=on_finished)
     assert len(seen) > 1 and sum(map(len, seen)) == len(at_once)
     assert [dict(sorted((k, v) for part in seen for k, v in part.items()))[r] for r in range(13)] == rows_of(
         at_once
@@ -319,12 +320,13 @@ def test_no_more_compilations_than_declared_buckets(lively):
         )  # fmt: skip
         jax.block_until_ready(learn(params, packed(prompts, out, 16, 4)))
 
-    step([5, 32, 7, 8], [16, 1, 2, 3])  # prompts up to 32 tokens, and
-    step([33, 5, 60, 8], [1, 16, 9, 1])  # up to the limit of 60: the two buckets
+    # Prompts up to 32 tokens, and up to the limit of 60: two buckets. Prefill binds four lanes or one.
+    step([5, 32, 7, 8, 9, 6], [16, 1, 2, 3, 1, 1])
+    step([33, 5, 60, 8, 9, 6], [1, 16, 9, 1, 1, 1])
     assert [f._cache_size() - b for f, b in zip(engine, before, strict=True)] == [1, 2]
     assert learn._cache_size() == 2
     warm = len(COMPILED)
     assert warm > 0
-    for _ in range(6):
-        step(rng.integers(5, 61, 4), rng.integers(1, 17, 4))
+    for _ in range(5):
+        step(rng.integers(5, 61, 6), rng.integers(1, 17, 6))
     assert learn._cache_size() == 2 and len(COMPILED) == warm

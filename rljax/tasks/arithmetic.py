@@ -59,7 +59,7 @@ KINDS: dict[str, Callable[[random.Random], Terms]] = {
     "mul22": _product(11, 99, 11, 99),
     "chain": _chain,
 }
-DEFAULT_MIX = "add2:3,sub2:3,add3:2,sub3:2,mul21:2,chain:3,mul22:1"
+DEFAULT_MIX = "add2:4,sub2:1,add3:4,sub3:2,mul21:2,chain:2,mul22:1"
 
 
 def split_of(a: int, b: int) -> str:

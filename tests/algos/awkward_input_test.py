@@ -12,10 +12,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.algos.advantages import group_advantages, group_statistics, overlong_penalty
-from rljax.algos.down_sampling import down_sample, kept_advantages, reward_metrics, take_rows
-from rljax.algos.kl import entropy, kl_estimate, kl_loss
-from rljax.algos.losses import aggregate_loss, importance_weights, loss_denominator, policy_loss
+from rljax.algos.advantages import (
+    BASELINES,
+    SCALES,
+    group_advantages,
+    group_statistics,
+    overlong_penalty,
+)
+from rljax.algos.down_sampling import (
+    NORMALIZE_OVER,
+    RULES,
+    down_sample,
+    kept_advantages,
+    reward_metrics,
+    take_rows,
+)
+from rljax.algos.kl import ESTIMATORS, entropy, kl_estimate, kl_loss
+from rljax.algos.losses import (
+    AGGREGATES,
+    LEVELS,
+    MODES,
+    aggregate_loss,
+    importance_weights,
+    loss_denominator,
+    policy_loss,
+)
 
 
 @functools.partial(
@@ -55,57 +76,49 @@ class Batch:
         return group_advantages(self.rewards.ravel(), groups, P, valid=self.valid.ravel()).reshape(P, n)
 
 
-def batch(P=2, n=4, keep=2, dtype=jnp.float32, **changed):
+def batch(P=2, n=4, keep=2, dtype=np.float32, **changed):
+    """A well-behaved batch but for the arrays in `changed`; made by numpy, which compiles nothing."""
     T, V = 3, 5
-    keys = jax.random.split(jax.random.key(0), 8)
-    floats = {
-        name: jax.random.normal(k, (P, n, T, V)).astype(dtype)
-        for name, k in zip(("logits", "old_logits", "actor_logits"), keys[:3], strict=True)
-    }
-    floats["rewards"] = (
-        jax.random.bernoulli(keys[3], 0.5, (P, n)).at[0, 0].set(False).at[0, 1].set(True).astype(dtype)
-    )
-    floats["weights"] = jax.random.uniform(keys[4], (P, n, T)).astype(dtype)
-    whole = Batch(
-        floats=floats,
-        tokens=jax.random.randint(keys[5], (P, n, T), 0, V),
-        mask=jnp.arange(T) < jax.random.randint(keys[6], (P, n, 1), 1, T + 1),
-        accept=jax.random.bernoulli(keys[7], 0.7, (P, n, T)),
-        valid=jnp.ones((P, n), bool),
+    rng = np.random.default_rng(0)
+    floats = {name: rng.normal(size=(P, n, T, V)) for name in ("logits", "old_logits", "actor_logits")}
+    floats["rewards"] = np.tile([0.0, 1.0], (P, n // 2))
+    floats["weights"] = rng.uniform(size=(P, n, T))
+    other = dict(
+        tokens=rng.integers(V, size=(P, n, T)).astype(np.int32),
+        mask=np.arange(T) < rng.integers(1, T + 1, size=(P, n, 1)),
+        accept=rng.uniform(size=(P, n, T)) < 0.7,
+        valid=np.ones((P, n), bool),
         key=jax.random.key(1),
         keep=keep,
     )
-    other = {k: changed.pop(k) for k in list(changed) if k not in floats}
-    return dataclasses.replace(whole, floats=floats | changed, **other)
+    floats = {name: np.asarray(changed.pop(name, x), dtype) for name, x in floats.items()}
+    return Batch(floats=floats, **(other | changed))
 
 
 def scaled(factor):
-    return {name: batch().floats[name] * factor for name in ("logits", "old_logits", "actor_logits")}
+    return {name: PLAIN.floats[name] * factor for name in ("logits", "old_logits", "actor_logits")}
 
 
-NO_TOKEN, NO_ROW = jnp.zeros((2, 4, 3), bool), jnp.zeros((2, 4), bool)
-FIRST_WORD = jnp.arange(5) == 0
+NO_TOKEN, NO_ROW = np.zeros((2, 4, 3), bool), np.zeros((2, 4), bool)
+FIRST_WORD = np.arange(5) == 0
+PLAIN = batch()
 BATCHES = {
-    "plain": batch(),
+    "plain": PLAIN,
     "empty mask": batch(mask=NO_TOKEN),
     "all rejected": batch(accept=NO_TOKEN),
     "all rows invalid": batch(valid=NO_ROW),
-    "one prompt": batch(P=1),
-    "n = 2": batch(n=2),
-    "m = n": batch(keep=4),
-    "equal rewards": batch(rewards=jnp.full((2, 4), 0.1)),
-    "NaN reward": batch(rewards=batch().rewards.at[0, 1].set(jnp.nan)),
-    "NaN behind the mask": batch(weights=jnp.where(batch().mask & batch().accept, batch().weights, jnp.nan)),
-    "huge rewards": batch(rewards=batch().rewards * 1e15),
+    "one prompt, n = 2, m = n": batch(P=1, n=2),
+    "equal rewards": batch(rewards=np.full((2, 4), 0.1)),
+    "NaN reward": batch(rewards=[[0, np.nan, 1, 1], [np.nan] * 4]),
+    "huge rewards": batch(rewards=PLAIN.rewards * 1e15),
+    "NaN behind the mask": batch(weights=np.where(PLAIN.mask & PLAIN.accept, PLAIN.weights, np.nan)),
     "far policies": batch(**scaled(100.0)),
-    "the same policy": batch(old_logits=batch().logits, actor_logits=batch().logits),
-    "a word of probability 0 under old": batch(
-        old_logits=jnp.where(FIRST_WORD, -jnp.inf, batch().old_logits)
-    ),
-    "a word of probability 0 under new": batch(logits=jnp.where(FIRST_WORD, -jnp.inf, batch().logits)),
+    "the same policy": batch(old_logits=PLAIN.logits, actor_logits=PLAIN.logits),
+    "a word of probability 0 under old": batch(old_logits=np.where(FIRST_WORD, -np.inf, PLAIN.old_logits)),
+    "a word of probability 0 under new": batch(logits=np.where(FIRST_WORD, -np.inf, PLAIN.logits)),
     "a word of probability 0 under both": batch(
-        logits=jnp.where(FIRST_WORD, -jnp.inf, batch().logits),
-        old_logits=jnp.where(FIRST_WORD, -jnp.inf, batch().old_logits),
+        logits=np.where(FIRST_WORD, -np.inf, PLAIN.logits),
+        old_logits=np.where(FIRST_WORD, -np.inf, PLAIN.old_logits),
     ),
     "bfloat16": batch(dtype=jnp.bfloat16),
 }
@@ -131,51 +144,40 @@ def policy(aggregate, **settings):
     return row
 
 
-def kl(kind):
-    def row(b):
-        return kl_loss(b.logprobs("logits"), b.logprobs("old_logits"), b.mask, kind=kind, accept=b.accept)
-
-    return row
+def kl(b):
+    new, old = b.logprobs("logits"), b.logprobs("old_logits")
+    return {k: kl_loss(new, old, b.mask, kind=k, accept=b.accept, weights=b.weights) for k in ESTIMATORS}
 
 
-def weights(level, mode):
-    def row(b):
-        new, sampler = b.logprobs("logits"), b.logprobs("actor_logits")
-        return importance_weights(new, sampler, b.mask, level=level, mode=mode, low=0.5, high=2.0)
-
-    return row
+def weights(b):
+    new, sampler = b.logprobs("logits"), b.logprobs("actor_logits")
+    f = functools.partial(importance_weights, new, sampler, b.mask, low=0.5, high=2.0)
+    return {f"{level} {mode}": f(level=level, mode=mode) for level in LEVELS for mode in MODES}
 
 
-def group(**settings):
-    def row(b):
-        groups = jnp.repeat(jnp.arange(b.rewards.shape[0]), b.rewards.shape[1])
-        args = (b.rewards.ravel(), groups, b.rewards.shape[0])
-        return group_advantages(*args, valid=b.valid.ravel(), **settings), group_statistics(*args)
-
-    return row
+def advantages(b):
+    P, n = b.rewards.shape
+    args = (b.rewards.ravel(), jnp.repeat(jnp.arange(P), n), P)
+    f = functools.partial(group_advantages, *args, valid=b.valid.ravel())
+    return group_statistics(*args), {f"{x} {y}": f(baseline=x, scale=y) for x in BASELINES for y in SCALES}
 
 
-def pods(rule, normalize_over="kept"):
-    def row(b):
-        keep = b.rewards.shape[1] if rule == "all" else b.keep
-        indices, kept = down_sample(b.rewards, keep, rule=rule, valid=b.valid, key=b.key)
-        advantages = kept_advantages(b.rewards, indices, kept, normalize_over=normalize_over, valid=b.valid)
-        return (
-            indices,
-            advantages,
-            reward_metrics(b.rewards, indices, kept, valid=b.valid),
-            take_rows(b.logits, indices),
-        )
-
-    return row
+def rules(b):
+    rules = [rule for rule in RULES if rule != "all"]
+    return {rule: down_sample(b.rewards, b.keep, rule=rule, valid=b.valid, key=b.key) for rule in rules}
 
 
-def aggregated(aggregate):
-    def row(b):
-        loss = aggregate_loss(b.weights, b.mask, aggregate=aggregate, accept=b.accept, max_length=8)
-        return loss, loss_denominator(b.mask, b.accept, aggregate=aggregate, max_length=8)
+def pods(b):
+    indices, kept = down_sample(b.rewards, b.keep, rule="max_variance", valid=b.valid)
+    f = functools.partial(kept_advantages, b.rewards, indices, kept, valid=b.valid)
+    metrics = reward_metrics(b.rewards, indices, kept, valid=b.valid)
+    return {over: f(normalize_over=over) for over in NORMALIZE_OVER}, metrics, take_rows(b.weights, indices)
 
-    return row
+
+def aggregated(b):
+    f = functools.partial(aggregate_loss, b.weights, b.mask, accept=b.accept, max_length=8)
+    count = functools.partial(loss_denominator, b.mask, b.accept, max_length=8)
+    return {a: (f(aggregate=a), count(aggregate=a)) for a in AGGREGATES}
 
 
 ALGORITHMS = {
@@ -184,29 +186,16 @@ ALGORITHMS = {
     "DAPO with a dual clip": policy("token", dual_clip=3.0),
     "GSPO": policy("sequence", ratio="sequence"),
     "CISPO": policy("token", objective="cispo"),
-    "k1": kl("k1"),
-    "k2": kl("k2"),
-    "k3": kl("k3"),
-    "TIS": weights("token", "truncate"),
-    "MIS": weights("sequence", "mask"),
-    "advantages": group(),
-    "advantages, leave one out": group(baseline="loo"),
-    "advantages, not scaled": group(scale="none"),
-    "max_variance": pods("max_variance"),
-    "max_variance over all": pods("max_variance", "all"),
-    "max_reward": pods("max_reward"),
-    "percentile": pods("percentile"),
-    "random": pods("random"),
-    "all": pods("all"),
-    "token mean": aggregated("token"),
-    "sequence mean": aggregated("sequence"),
-    "constant": aggregated("constant"),
+    "KL loss": kl,
+    "TIS and MIS": weights,
+    "advantages": advantages,
+    "PODS rules": rules,
+    "PODS": pods,
+    "aggregates": aggregated,
     "entropy": lambda b: entropy(b.logits),
-    "KL estimate": lambda b: kl_estimate(b.logits, b.actor_logits, "k3"),
+    "KL estimates": lambda b: [kl_estimate(b.actor_logits, 2 * b.actor_logits, k) for k in ESTIMATORS],
     "overlong penalty": lambda b: overlong_penalty(b.mask.sum(-1), max_length=3, buffer=2),
 }
-# What a batch hides in a given array is no part of the output of rows that have no mask for it.
-UNMASKED = {"KL estimate": ("a word of probability 0 under new",), "all": ()}
 
 
 @functools.cache
@@ -218,7 +207,8 @@ def step(name):
         reals = [x for x in jax.tree.leaves(outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
         return sum((jnp.sum(x.astype(jnp.float32)) for x in reals), 0.0), outputs
 
-    return jax.jit(jax.grad(total, has_aux=True))
+    # Finiteness needs no fast code: unoptimised, it compiles in half the time.
+    return jax.jit(jax.grad(total, has_aux=True), compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

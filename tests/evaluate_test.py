@@ -1,0 +1,137 @@
+"""Held-out scores of a stated policy, and scores that arrive while rows still decode."""
+
+from concurrent.futures import Future
+
+import jax
+import numpy as np
+import pytest
+
+from rljax import evaluate, rewards, rollout, sharding
+from rljax import tokenizer as tokenizer_lib
+from rljax.models import hf
+from rljax.prompts import PromptSet
+from rljax.types import Prompts, Rollouts
+
+SCORES = np.array(  # greedy, then two samples, of five prompts of kinds a, b, a, b, a
+    [[1, 1, 0], [0, 0, 0], [1, 1, 1], [1, 0, 1], [0, np.nan, 1]], np.float32
+)
+
+
+class Text:
+    """A tokenizer whose text is the ids, spaced."""
+
+    stop_ids = (0,)
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+class Pool:
+    """Answers when asked for results, not before; `grade` of one (text, example)."""
+
+    def __init__(self, grade):
+        self.grade, self.jobs = grade, []
+
+    def submit(self, texts, examples):
+        self.jobs.append((texts, examples))
+        values = np.array([self.grade(*pair) for pair in zip(texts, examples, strict=True)], np.float32)
+        bad = int(np.isnan(values).sum())
+        future = Future()
+        error = f"row {texts[0]}" if bad else None
+        future.set_result(
+            rewards.Scores(rewards=values, unscorable=bad, errors=bad, timeouts=len(texts) // 3, first_error=error)
+        )
+        return future
+
+
+def prompt_set():
+    examples = tuple({"id": i, "kind": "ab"[i % 2]} for i in range(len(SCORES)))
+    return PromptSet(examples, tuple([3 + i] for i in range(len(SCORES))), 0)
+
+
+def rollouts_of(group, sample, tokens, lengths) -> Rollouts:
+    R = len(group)
+    return Rollouts(
+        tokens=np.asarray(tokens, np.int32), logprobs=np.zeros((R, 2), np.float32),
+        lengths=np.asarray(lengths, np.int32), group=np.asarray(group, np.int32),
+        sample=np.asarray(sample, np.int32), truncated=np.asarray(sample) == 2,
+        top_ids=np.zeros((R, 2, 0), np.int32), top_logprobs=np.zeros((R, 2, 0), np.float32),
+    )  # fmt: skip
+
+
+def test_held_out_metrics(run_config, monkeypatch):
+    """Greedy .6; samples (1+0+2+1+1)/10; a right one among two for 4 of 5; the third sample is the cut one."""
+    calls = []
+
+    def generate(model, params, prompts, counts, *, on_finished, **options):
+        calls.append((counts.tolist(), options))
+        group, sample = np.divmod(np.arange(15), 3)
+        out = rollouts_of(group, sample, np.stack([group, sample], 1), np.full(15, 2))
+        on_finished(out, np.arange(7, 15))
+        on_finished(out, np.arange(7))
+        return out
+
+    monkeypatch.setattr(rollout, "generate", generate)
+    pool = Pool(lambda text, example: SCORES[example["id"], int(text.split()[1])])
+    config = run_config({"eval.samples": 2, "eval.temperature": 0.9, "rollout.lanes": 4, "rollout.slots": 4})
+    params = jax.device_put(np.zeros(1), jax.devices()[0])
+    out = evaluate.held_out(
+        None, params, prompt_set(), config=config, tokenizer=Text(), pool=pool, key=jax.random.key(0)
+    )
+    assert out == {
+        "eval/accuracy": pytest.approx(0.6), "eval/avg_at_k": pytest.approx(0.5),
+        "eval/pass_at_k": pytest.approx(0.8), "eval/truncated": 0.5, "eval/unscorable": 1,
+        "eval/accuracy_a": pytest.approx(2 / 3), "eval/accuracy_b": pytest.approx(0.5),
+    }  # fmt: skip
+    counts, options = calls[0]
+    assert counts == [3] * 5 and options["temperature"] == [0.0, 0.9]
+    assert options["slots"] == 3 and options["lanes"] == 5  # 4 × 4 rows make 5 lanes of 3
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_real_model_greedy_is_greedy_and_the_same_key_the_same_samples(run_config, tiny_checkpoint, devices):
+    mesh = sharding.make_mesh(data=devices, devices=jax.devices()[:devices])
+    model, params = hf.load(tiny_checkpoint, mesh=mesh)
+    config, seen = run_config(), []
+
+    def run(key):
+        pool = Pool(lambda text, example: seen.append((example["id"], text)) or 1.0)
+        start = len(seen)
+        args = dict(config=config, tokenizer=tokenizer_lib.load(tiny_checkpoint), pool=pool)
+        out = evaluate.held_out(model, params, prompt_set(), key=jax.random.key(key), **args)
+        return out["eval/truncated"], sorted(seen[start:])
+
+    first, again, other = run(0), run(0), run(1)
+    assert first == again != other and len(first[1]) == 15
+    greedy = {i: set(t for j, t in first[1] if j == i) & {t for j, t in other[1] if j == i} for i in range(5)}
+    assert all(greedy.values())  # under either key each prompt has its greedy completion
+
+
+def test_streaming_scores_come_back_in_the_rollouts_order():
+    """Rows end in any order and in parts; each is graded with its own prompt's example, up to its length."""
+    prompts = Prompts(
+        ids=np.array([7, 8]), draws=np.array([0, 1]), tokens=([1], [2]), examples=({"id": 7}, {"id": 8})
+    )
+    tokens, lengths = [[5, 0], [6, 9], [7, 9], [8, 0]], [1, 2, 2, 1]
+    rows = rollouts_of([0, 0, 1, 1], [0, 1, 0, 1], tokens, lengths)
+    values = {"5": 0.5, "6 9": np.nan, "7 9": 0.25, "8": 1.0}
+    pool = Pool(lambda text, example: values[text] + example["id"])
+    scorer = rewards.StreamingScorer(pool, Text(), prompts)
+    scorer(rows, np.array([3]))
+    scorer(rows, np.array([2, 0, 1]))
+    scores = scorer.result(4)
+    np.testing.assert_array_equal(scores.rewards, np.array([7.5, np.nan, 8.25, 9.0], np.float32))
+    assert scores.rewards.dtype == np.float32
+    assert (scores.unscorable, scores.errors, scores.timeouts) == (1, 1, 1)
+    assert scores.first_error == "row 7 9"
+
+
+def test_streaming_scorer_refuses_rows_that_never_came_or_came_twice():
+    prompts = Prompts(ids=np.array([0]), draws=np.array([0]), tokens=([1],), examples=({"id": 0},))
+    rows = rollouts_of([0, 0, 0], [0, 1, 2], [[1, 1]] * 3, [2, 2, 2])
+    for parts in ([[0, 1]], [[0, 1], [1]], [[0, 1, 2], [2]]):
+        scorer = rewards.StreamingScorer(Pool(lambda *_: 1.0), Text(), prompts)
+        for part in parts:
+            scorer(rows, np.array(part))
+        with pytest.raises(ValueError, match=r"of 3 rollouts \d were never submitted .* and \d more than once"):
+            scorer.result(3)
