@@ -5,11 +5,10 @@ import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Most of the time of these tests is compilation, and little of it is worth optimising.
-FLAGS = (
-    "--xla_force_host_platform_device_count=8 "
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-)
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+os.environ["XLA_FLAGS"] = " ".join([
+    os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true",
+])  # fmt: skip
 
 import jax
 import numpy as np

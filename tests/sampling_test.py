@@ -16,17 +16,16 @@ PROMPTS = [[5, 9, 2], [7], [11, 3, 4, 8, 1, 6], [2, 2], [30, 31, 0, 1]]
 COUNTS = [3, 0, 5, 1, 4]
 LIMITS = [8, 3, 8, 5, 8, 8, 1, 7, 2, 8, 8, 6, 4]
 TEMPERATURES = [0.0, 1.0, 0.6, 1.3]
-STOPS = (0, 30)  # 0 also fills what is past a row: lengths are recorded, not read from tokens
+STOPS = (0, 30)  # 0 also fills what is past a row: lengths are recorded, not read off
 KEY = jax.random.key(0)
 forward = jax.jit(logits, static_argnums=0)
 
-# A row waits for a slot, a lane for its next prompt, and segments that do not divide the limits let rows start at
-# any column of the rings. Most tests use this one, since every other shape compiles again.
+# A row waits for a slot, a lane for its next prompt, and segments that do not divide the limits let rows
+# start at any column of the rings. Most tests use this one, since every other shape compiles again.
 WAITING = {"lanes": 2, "slots": 2, "segment": 3, "prompt_capacity": 9}
 LAYOUTS = {
-    "one row at a time": {"lanes": 1, "slots": 1, "segment": 8},
     "waiting for slots and lanes": WAITING,
-    "single steps, a slot a lane": {"lanes": 3, "slots": 1, "segment": 1, "prompt_capacity": 16},
+    "one row at a time, step by step": {"lanes": 1, "slots": 1, "segment": 1, "prompt_capacity": 16},
 }
 
 

@@ -11,6 +11,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from rljax import checkpoint, rollout, runs, sharding, tokenizer, train
 from rljax.config import ConfigError
@@ -91,9 +92,18 @@ def few_devices(tmp_path_factory):
         return real(data=data, fsdp=fsdp, tensor=tensor, devices=jax.devices()[: data * fsdp * tensor])
 
     real = sharding.make_mesh
+    options = {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persistent_cache_min_entry_size_bytes": -1}
+    before = {name: getattr(jax.config, name) for name in (*options, "jax_compilation_cache_dir")}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    compilation_cache.reset_cache()  # it reads the folder's name at its next use
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharding, "make_mesh", make_mesh)
         yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

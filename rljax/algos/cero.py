@@ -59,6 +59,7 @@ class Cero:
     num_prompts: int
     epochs: int
     n_max: int
+    _: dataclasses.KW_ONLY
     eta: float | None = None
     step_theta: float | None = None
     step_mu: float | None = None

@@ -109,6 +109,5 @@ def token_kl(
         value = kl(actor_fn(actor_part), policy_fn(policy_part), direction=direction)
         return jnp.where(mask_part, value, 0.0)
 
-    policy_inputs = lax.stop_gradient(policy_inputs)
     parts = *jax.tree.map(clean, (actor_inputs, policy_inputs)), mask
     return scan_chunks(one_chunk, parts, chunk=chunk)

@@ -69,8 +69,7 @@ def accepted_distribution(p: ArrayLike, q: ArrayLike, lam: ArrayLike) -> jax.Arr
     """q̃ = min(q, p/λ) / Z over the last axis, float32[..., V]; 0 where nothing is ever accepted."""
     _check_lambda(lam)
     p, q = _probabilities(p, q)
-    # Scaled by the larger of 1 and λ, so that neither a tiny nor a huge λ leaves the range of float32.
-    kept = jnp.where(lam >= 1, jnp.minimum(lam * q, p), jnp.minimum(q, p / lam))
+    kept = jnp.minimum(q, p / lam)
     return safe_divide(kept, kept.sum(-1, keepdims=True))
 
 

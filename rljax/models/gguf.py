@@ -15,6 +15,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import gguf
@@ -263,7 +264,7 @@ def _parts(file: _File, config: ModelConfig) -> dict[str, _Part]:
     names = gguf.get_tensor_name_map(_ARCHITECTURES[file.architecture], config.num_layers)
     parts, missing = {}, []
     for name, (_, _, _, shape) in hf.tensor_names(config).items():
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        stored = str(names.get_name(name, try_suffixes=(".weight", ".bias")))
         tensor = file.tensors.get(stored)
         if tensor is None:
             missing.append(stored)
@@ -275,8 +276,10 @@ def _parts(file: _File, config: ModelConfig) -> dict[str, _Part]:
             )
         projection = name.split(".")[-2]
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(projection)
-        permuted = file.architecture == "llama" and heads is not None
-        parts[name] = _Part(tensor, shape, _row_order(heads, config.head_dim) if permuted else None)
+        order = None
+        if heads is not None and file.architecture == "llama":
+            order = _row_order(heads, config.head_dim)
+        parts[name] = _Part(tensor, shape, order)
     extra = set(file.tensors) - {p.tensor.name for p in parts.values()} - {"rope_freqs.weight"}
     if missing or extra:
         raise ValueError(
@@ -297,7 +300,8 @@ def _row_order(heads: int, head_dim: int) -> np.ndarray:
 def _write_weights(file: _File, path: pathlib.Path, parts: dict[str, _Part]) -> None:
     """A safetensors file (8 bytes of length, a JSON header, the tensors), of which one block is in memory."""
     parts = dict(sorted(parts.items(), key=lambda item: -item[1].dtype.itemsize))  # aligned without gaps
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name, part in parts.items():
         start, end = end, end + part.size
         header[name] = {
@@ -357,10 +361,11 @@ def _tokenizer(file: _File, config: ModelConfig) -> tuple[tk.Tokenizer, dict, li
             single=[*first, "$A", *last], special_tokens=[(t, tokens.index(t)) for t in {*first, *last}]
         )
     ends = {i for i, t in enumerate(tokens) if types[i] == gguf.TokenType.CONTROL and t in _ENDS}
-    return tokenizer, settings, sorted((ends | {ids[w] for w in ("eos", "eot", "eom")}) - {None})
+    ends |= {i for w, i in ids.items() if i is not None and w in ("eos", "eot", "eom")}
+    return tokenizer, settings, sorted(ends)
 
 
-def _bpe(file: _File, rule: _PreTokenizer, tokens: list[str], types: list[int]) -> tk.Tokenizer:
+def _bpe(file: _File, rule: _PreTokenizer, tokens: list[str], types: Sequence[int]) -> tk.Tokenizer:
     """Byte-level byte-pair encoding; control and user-defined tokens are found in text before all else."""
     merges = [tuple(m.split(" ")) for m in file.need("tokenizer.ggml.merges")]
     # Unused tokens fill the vocabulary up to the embedding's rows; no text is to become one.

@@ -228,6 +228,7 @@ def save(path: str | os.PathLike, model: Model, params) -> None:
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         (temporary / "config.json").write_text(json.dumps(write_config(model.config, dtype), indent=2) + "\n")
         temporary.chmod(0o755)
+        (temporary / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
         if target.is_dir():
             for entry in target.iterdir():
                 new = temporary / entry.name

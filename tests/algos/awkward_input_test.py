@@ -171,7 +171,7 @@ def pods(b):
     indices, kept = down_sample(b.rewards, b.keep, rule="max_variance", valid=b.valid)
     f = functools.partial(kept_advantages, b.rewards, indices, kept, valid=b.valid)
     metrics = reward_metrics(b.rewards, indices, kept, valid=b.valid)
-    return {over: f(normalize_over=over) for over in NORMALIZE_OVER}, metrics, take_rows(b.weights, indices)
+    return {over: f(normalize_over=over) for over in NORMALIZE_OVER}, metrics, take_rows(b.actor_logits, indices)
 
 
 def aggregated(b):

@@ -35,21 +35,22 @@ def shared(a, window):
 
 
 def plain(a, window):
-    """{(p, g): [own, H, D]}: each row alone, prompt and completion in one sequence, head by head."""
+    """{(p, g): [own, H, D]}: each row alone, prompt and completion in one sequence, heads repeated."""
     out = {}
     for p in range(P):
         for g in range(G):
             n, own = PREFIX[p], OWN[p][g]
-            heads = []
-            for h in range(H):
-                i = h // (H // KV)
-                keys = jnp.concatenate([a["prefix_k"][p, i, :n], a["k"][p, g, i, :own]])
-                values = jnp.concatenate([a["prefix_v"][p, i, :n], a["v"][p, g, i, :own]])
-                scores = a["q"][p, g, :own, h] @ keys.T / np.sqrt(D)
-                ahead = np.arange(n, n + own)[:, None] - np.arange(n + own)
-                seen = (ahead >= 0) & (ahead < (window if window is not None else 99))
-                heads.append(jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1) @ values)
-            out[p, g] = jnp.stack(heads, axis=1)
+            keys, values = (
+                jnp.repeat(
+                    jnp.concatenate([a[f"prefix_{x}"][p, :, :n], a[x][p, g, :, :own]], axis=1), H // KV, 0
+                )
+                for x in "kv"
+            )  # [H, n + own, D]
+            scores = jnp.einsum("thd,hcd->htc", a["q"][p, g, :own], keys) / np.sqrt(D)
+            ahead = np.arange(n, n + own)[:, None] - np.arange(n + own)
+            seen = (ahead >= 0) & (ahead < (window if window is not None else 99))
+            weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+            out[p, g] = jnp.einsum("htc,hcd->thd", weights, values)
     return out
 
 
@@ -64,12 +65,19 @@ def real_rows(out):
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_output_and_gradients_equal_plain_attention(arrays, window):
-    ours = jax.jit(lambda a: (real_rows(shared(a, window)), weigh(real_rows(shared(a, window)))))
-    plainly = jax.jit(lambda a: (plain(a, window), weigh(plain(a, window))))
-    for key, row in plainly(arrays)[0].items():
-        np.testing.assert_allclose(ours(arrays)[0][key], row, atol=2e-6, err_msg=str(key))
-    got = jax.jit(jax.grad(lambda a: ours(a)[1]))(arrays)
-    want = jax.jit(jax.grad(lambda a: plainly(a)[1]))(arrays)
+    def gradient(rows_of):
+        """(gradients, rows)"""
+
+        def loss(a):
+            rows = rows_of(a)
+            return weigh(rows), rows
+
+        return jax.jit(jax.grad(loss, has_aux=True))(arrays)
+
+    got, rows = gradient(lambda a: real_rows(shared(a, window)))
+    want, plain_rows = gradient(lambda a: plain(a, window))
+    for key, row in plain_rows.items():
+        np.testing.assert_allclose(rows[key], row, atol=2e-6, err_msg=str(key))
     for name in arrays:
         assert float(jnp.abs(want[name]).max()) > 0.1, f"{name} has no gradient; the test says nothing"
         np.testing.assert_allclose(got[name], want[name], atol=5e-6, err_msg=name)
@@ -87,6 +95,8 @@ def test_padding_keys_change_nothing(arrays):
 
 
 def test_a_row_that_sees_nothing_is_finite_and_has_finite_gradients(arrays):
+    @jax.jit
+    @jax.value_and_grad
     def loss(a):
         nothing = jnp.zeros((P, G, T, T), bool)
         out = attention.attend(
@@ -94,7 +104,7 @@ def test_a_row_that_sees_nothing_is_finite_and_has_finite_gradients(arrays):
         )
         return jnp.sum(out**2)
 
-    value, grads = jax.value_and_grad(loss)(arrays)
+    value, grads = loss(arrays)
     assert np.isfinite(value) and all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
 
 

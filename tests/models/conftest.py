@@ -11,7 +11,7 @@ import pytest
 def _row_logits(c, params, ids):
     S, D = ids.shape[0], c.head_dim
     position = jnp.arange(S)
-    turns = jnp.exp(1j * position[:, None] * jnp.asarray(c.inverse_frequencies()))[:, None]
+    angle = position[:, None, None] * jnp.asarray(c.inverse_frequencies())
     seen = position[:, None] >= position[None]
     if c.sliding_window is not None:
         seen &= position[:, None] - position[None] < c.sliding_window
@@ -20,8 +20,9 @@ def _row_logits(c, params, ids):
         return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + c.norm_eps) * weight
 
     def rope(x):
-        z = (x[..., : D // 2] + 1j * x[..., D // 2 :]) * turns
-        return jnp.concatenate([z.real, z.imag], axis=-1)
+        a, b = x[..., : D // 2], x[..., D // 2 :]
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
     x = params["embed"][ids]
     for i in range(c.num_layers):
@@ -61,7 +62,7 @@ def random_params():
 
         def one(path, leaf):
             name = path[-1].key
-            scale = 1.0 if name == "embed" else leaf.shape[-2] ** -0.5 if leaf.ndim == 3 else 0.3
+            scale = 0.3 if name == "embed" else leaf.shape[-2] ** -0.5 if leaf.ndim == 3 else 0.3
             value = scale * rng.standard_normal(leaf.shape) + (1.0 if name.endswith("norm") else 0.0)
             return jnp.asarray(value, leaf.dtype)
 

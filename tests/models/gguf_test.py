@@ -384,8 +384,10 @@ def test_smollm2_adds():
 
     model, params = models.load("smollm2")
     assert sum(p.size for p in jax.tree.leaves(params)) == 134_515_008
-    prompt = tok.encode("2 + 3 = 5\n4 + 1 = 5\n7 + 2 = 9\n3 + 3 = 6\n5 + 4 =")
-    answer = tok.encode(" 9\n")
-    logits = models.logits(model, params, np.array([prompt + answer]))[0]
-    greedy = np.asarray(logits.argmax(-1))[len(prompt) - 1 : -1]
-    assert tok.decode(greedy) == " 9\n"  # each token is the likeliest after those before it
+    ids, answers = tok.encode("2 + 3 = 5\n4 + 1 = 5\n7 + 2 = 9\n3 + 3 = 6\n"), []
+    for question, answer in (("6 + 2 =", " 8\n"), ("1 + 1 =", " 2\n"), ("2 + 2 =", " 4\n")):
+        ids += tok.encode(question)
+        answers += range(len(ids), len(ids) + 3)
+        ids += tok.encode(answer)
+    likeliest = np.asarray(models.logits(model, params, np.array([ids]))[0].argmax(-1))
+    assert tok.decode([likeliest[i - 1] for i in answers]) == " 8\n 2\n 4\n"

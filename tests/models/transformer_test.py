@@ -46,7 +46,7 @@ def test_logits_do_not_see_padding_on_the_right(small):
         rows = np.zeros((1, width), int)
         rows[0, :2] = [3, 4]
         padded = run(model, params, rows, np.array([2]))[0, :2]
-        np.testing.assert_allclose(padded, alone, atol=1e-6)
+        np.testing.assert_allclose(padded, alone, atol=2e-6)
         rows[0, 2:] = 31  # another pad id: not a bit moves
         np.testing.assert_array_equal(run(model, params, rows, np.array([2]))[0, :2], padded)
 
@@ -69,7 +69,7 @@ def test_a_prompt_padded_at_either_side_gives_the_same_continuation(small, side)
         results = [
             continuation(np.pad([3, 4], where, constant_values=pad)[None], valid) for pad in (0, 4, 31)
         ]
-        np.testing.assert_allclose(results[0], alone, atol=1e-6)
+        np.testing.assert_allclose(results[0], alone, atol=2e-6)
         np.testing.assert_array_equal(results[0], results[1])
         np.testing.assert_array_equal(results[0], results[2])
 
