@@ -115,7 +115,7 @@ def train_step(state: LearnerState, batch: TrainBatch, reference, *, settings: S
         # Without this, momentum and weight decay would move the parameters on a gradient of nothing.
         some = sums["tokens"] > 0
         new = jax.tree.map(lambda a, b: jnp.where(some, a, b), new, state)
-        return new, sums | {"grad_norm_sum": optax.global_norm(grads), "updates": jnp.ones(())}
+        return new, sums | {"grad_norm_sum": optax.tree.norm(grads), "updates": jnp.ones(())}
 
     def epoch(state, _):
         return jax.lax.scan(update, state, minis)

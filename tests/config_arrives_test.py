@@ -80,8 +80,9 @@ def few_devices(monkeypatch):
     """A mesh of as many of the devices as its sizes name."""
     real = sharding.make_mesh
 
-    def make_mesh(data, fsdp, tensor):
-        return real(data=data, fsdp=fsdp, tensor=tensor, devices=jax.devices()[: data * fsdp * tensor])
+    def make_mesh(data, fsdp=1, tensor=1, devices=None):
+        devices = jax.devices()[: data * fsdp * tensor] if devices is None else devices
+        return real(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
 
     monkeypatch.setattr(sharding, "make_mesh", make_mesh)
 

@@ -308,7 +308,7 @@ def test_gradient_is_clipped_by_its_global_norm():
     for limit, kept in ((1.0, 0.2), (10.0, 1.0), (0.0, 1.0)):
         optimizer = learner.make_optimizer(dataclasses.replace(ADAMW, max_grad_norm=limit), 9)
         _, state = optimizer.update(grads, optimizer.init(grads), grads)
-        first_moment = optax.tree_utils.tree_get(state, "mu")
+        first_moment = optax.tree.get(state, "mu")
         assert float(first_moment["b"][0]) == pytest.approx(0.1 * 4 * kept, rel=1e-5)
 
 
@@ -366,7 +366,7 @@ def test_state_keeps_its_shardings_is_donated_and_traced_once(random_model, make
     step, state, put = begin(model, params, optax.GradientTransformation(adamw.init, update), mesh)
     where = jax.tree.map(lambda x: x.sharding, state)
     for moment in ("mu", "nu"):
-        assert optax.tree_utils.tree_get(where.opt_state, moment) == where.params
+        assert optax.tree.get(where.opt_state, moment) == where.params
     assert where.params["layers"]["q"].spec == sharding.partition_spec(("layers", "embed", "heads"))
     given = state
     state, _ = step(state, put(make_batch()), None)

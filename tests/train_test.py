@@ -87,9 +87,10 @@ def play(config, folder, stop_after=None) -> Record:
 def few_devices(tmp_path_factory):
     """A mesh of as many devices as its sizes name (-1: one), and one compilation for equal programs."""
 
-    def make_mesh(data, fsdp, tensor):
+    def make_mesh(data, fsdp=1, tensor=1, devices=None):
         data = max(1, data)
-        return real(data=data, fsdp=fsdp, tensor=tensor, devices=jax.devices()[: data * fsdp * tensor])
+        devices = jax.devices()[: data * fsdp * tensor] if devices is None else devices
+        return real(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
 
     real = sharding.make_mesh
     options = {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persistent_cache_min_entry_size_bytes": -1}
@@ -171,8 +172,8 @@ def test_summary_and_model(straight, name):
     model, params = hf.load(run.folder / "model")
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), run.states[LAST].learner.params)
     assert tokenizer.load(run.folder / "model").stop_ids[-1] == 256
-    for word in ("eval at step 0", "before", "after", "seconds", f"run folder: {run.folder}"):
-        assert word in run.output
+    for words in ("eval at step 0", "before", "after", "seconds", f"run folder: {run.folder}"):
+        assert words in run.output
 
 
 def test_every_parameter_is_trained(straight):

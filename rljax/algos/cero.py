@@ -27,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 
 Array = jax.Array | np.ndarray
-
 _MAX_INT32 = 2**31 - 1
 _BISECTIONS = 60  # halvings of the log-price; float32 has no more to resolve
 
