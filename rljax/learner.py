@@ -107,7 +107,8 @@ def train_step(state: LearnerState, batch: TrainBatch, reference, *, settings: S
     minis = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), (batches, old, ref))
 
     def update(state, mini):
-        grads, sums = accumulate(state.params, *mini, settings)
+        own, own_old, own_ref = mini
+        grads, sums = accumulate(state.params, own, own_old, own_ref, settings)
         changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
         new = LearnerState(
             params=optax.apply_updates(state.params, changes), opt_state=opt_state, updates=state.updates + 1

@@ -232,8 +232,8 @@ def generate(
     Returns Rollouts with R rows. Raises ValueError for an empty prompt or a number out of its range.
     """
     counts = np.broadcast_to(np.asarray(num_samples, np.int64), (len(prompts),))
-    draws = np.arange(len(prompts)) if draws is None else np.asarray(draws)
-    _check_prompts(prompts, counts, draws)
+    streams = np.arange(len(prompts)) if draws is None else np.asarray(draws)
+    _check_prompts(prompts, counts, streams)
     limits = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (int(counts.sum()),))
     temperatures = np.atleast_1d(np.asarray(temperature, np.float32))
     mesh = sharding.mesh_of(params)
@@ -259,7 +259,7 @@ def generate(
     pool = _pool_maker(model, jax.tree.leaves(params)[0].dtype, shape, mesh)()
     while True:
         for chunk in _chunks(board.bind(), lanes):
-            pool = _bind(params, pool, *_bind_arguments(chunk, prompts, draws, shape, mesh), model=model)
+            pool = _bind(params, pool, *_bind_arguments(chunk, prompts, streams, shape, mesh), model=model)
         refill = board.refill(limits, temperatures)
         if not (board.row >= 0).any():
             return board.rollouts

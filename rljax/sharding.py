@@ -124,7 +124,7 @@ def size(mesh: Mesh, axis: str) -> int:
 def mesh_of(tree) -> Mesh:
     """The mesh that a tree of arrays lives on."""
     where = jax.tree.leaves(tree)[0].sharding
-    if isinstance(where, NamedSharding):
+    if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh):
         return where.mesh
     return make_mesh(data=1, devices=list(where.device_set)[:1])
 

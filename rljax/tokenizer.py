@@ -58,11 +58,11 @@ def load(path: str | os.PathLike, *, stop: tuple[int, ...] = ()) -> Tokenizer:
     if not any((folder / name).is_file() for name in files):
         raise FileNotFoundError(f"{folder} has no tokenizer.json; copy the model's tokenizer files into it")
     inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    ids = set(stop)
+    ids: set[int] = set(stop)
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        ids |= set(eos if isinstance(eos, list) else [eos]) - {None}
+        ids |= {int(i) for i in (eos if isinstance(eos, list) else [eos]) if i is not None}
     if inner.eos_token_id is not None:
         ids.add(inner.eos_token_id)
     if not ids:

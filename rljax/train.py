@@ -216,7 +216,7 @@ def train_step(parts: Parts, state: RunState, grants: budget.Grants, stages) -> 
     with stages("budget"):
         new_budget = parts.allocator.update(grants.state, prompts.ids[rollouts.group], rewards_R, valid_R)
         line |= parts.allocator.metrics(new_budget)
-    line |= keep.metrics | rollout_metrics(rollouts, scores, len(prompts), rewards_R, valid_R)
+    line |= keep.metrics | rollout_metrics(rollouts, scores, rewards_R, valid_R)
     totals = state.totals | {"rollouts": state.totals["rollouts"] + len(rollouts)}
     line["rollouts/total"] = totals["rollouts"]
     line["cero/spent"] = totals["rollouts"] / config.budget.rollouts
@@ -247,13 +247,14 @@ def select(parts: Parts, step: int, rollouts: Rollouts, num_prompts: int, reward
         normalize_over=config.pods.normalize_over,
         **dataclasses.asdict(config.advantage),
     )
-    *rows, stats = jax.device_get(out)
+    *rows, stats, effective = jax.device_get(out)
     indices, kept, advantages = (x[:num_prompts] for x in rows)
     named = {
         "pods/kept": int(stats["kept_rows"]),
         "pods/variance": float(stats["kept_reward_variance"]),
         "pods/reward_mean": float(stats["kept_reward_mean"]),
         "train/reward_variance": float(stats["reward_variance"]),
+        "cero/effective_prompt_ratio": float(effective),
     }
     return Kept(indices=indices, kept=kept, advantages=advantages, metrics=named)
 
@@ -264,10 +265,12 @@ def _select(rewards_Pn, key, *, keep, rule, normalize_over, baseline, scale, eps
     advantages = down_sampling.kept_advantages(
         rewards_Pn, indices, kept, normalize_over=normalize_over, baseline=baseline, scale=scale, eps=eps
     )
-    return indices, kept, advantages, down_sampling.reward_metrics(rewards_Pn, indices, kept)
+    P, n = rewards_Pn.shape
+    effective = cero.effective_prompt_ratio(rewards_Pn.reshape(-1), np.repeat(np.arange(P), n), P)
+    return indices, kept, advantages, down_sampling.reward_metrics(rewards_Pn, indices, kept), effective
 
 
-def rollout_metrics(rollouts: Rollouts, scores: rewards.Scores, num_prompts: int, rewards_R, valid_R) -> dict:
+def rollout_metrics(rollouts: Rollouts, scores: rewards.Scores, rewards_R, valid_R) -> dict:
     """Metrics of all rollouts of a step, kept or not."""
     out = {} if scores.first_error is None else {"train/first_error": scores.first_error.strip().splitlines()[-1]}
     return out | {
@@ -279,9 +282,6 @@ def rollout_metrics(rollouts: Rollouts, scores: rewards.Scores, num_prompts: int
         "rollouts/tokens": int(rollouts.lengths.sum()),
         "rollouts/length_mean": float(rollouts.lengths.mean()),
         "rollouts/truncated": float(rollouts.truncated.mean()),
-        "cero/effective_prompt_ratio": float(
-            cero.effective_prompt_ratio(rewards_R, rollouts.group, num_prompts, valid_R)
-        ),
     }
 
 

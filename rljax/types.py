@@ -9,7 +9,7 @@ Axis letters used in every docstring and comment of rljax:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -17,12 +17,15 @@ import numpy as np
 Array = jax.Array | np.ndarray
 
 
-def pytree(cls):
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def pytree(cls: type[T]) -> type[T]:
     """A frozen dataclass that jax treats as a pytree of all its fields."""
-    cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    return jax.tree_util.register_dataclass(
-        cls, data_fields=[f.name for f in dataclasses.fields(cls)], meta_fields=[]
-    )
+    made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    names = [f.name for f in dataclasses.fields(made)]
+    return jax.tree_util.register_dataclass(made, data_fields=names, meta_fields=[])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,11 @@ A key that stands in no group fails the first test.
 
 import contextlib
 import dataclasses
+import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,7 +22,7 @@ from rljax.types import LearnerState, Rollouts
 # A base in which every key has work to do: several updates, a reference, a correction, a subset to keep.
 BASE = {
     "learner.minibatches": 2, "learner.schedule": "cosine", "learner.weight_decay": 0.01, "loss.kl_coef": 0.1,
-    "loss.correction": "mask", "pods.rule": "max_variance", "pods.keep": 3, "loss.dual_clip": 3.0,
+    "loss.correction": "mask", "pods.rule": "max_variance", "pods.keep": 3,
     "cero.step_mu": 0.1, "cero.step_theta": 0.1, "cero.eta": 1.0, "mesh.data": 1,
 }  # fmt: skip
 DATA = {
@@ -196,14 +198,39 @@ def test_allocation(config_of):
     assert_each_changes(observe, config_of, ALLOCATION, {"budget.rule": "cero"})
 
 
-def test_program(config_of, few_devices, make_batch):
-    """The traced learner step: every option of loss, optimizer and model is a part of the program."""
-    batch = make_batch(P=4, K=3, S=6, T=4, vocab=200)
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """Logits are the parameter z; a model by the methods that the learner calls, quick to trace."""
+
+    def prefill(self, params, tokens, valid):
+        return None
+
+    def extend(self, params, tokens, valid, prefix):
+        return jnp.zeros((*tokens.shape, 1))
+
+    def unembed(self, params, hidden):
+        return hidden + params["z"]
+
+
+def test_program(config_of, few_devices, no_learner, make_batch, monkeypatch):
+    """The traced learner step of what train.build wires: loss, optimizer and model are parts of the program."""
+    batch, z = make_batch(P=4, K=3, S=6, T=4), {"z": jnp.zeros(32)}
+
+    def make_step(settings, optimizer, state):
+        return settings, optimizer
 
     def observe(config):
         parts, state = build(config)
-        return str(parts.step.trace(state.learner, batch, parts.reference).jaxpr)
+        settings, optimizer = parts.step
+        small = LearnerState(params=z, opt_state=optimizer.init(z), updates=jnp.zeros((), jnp.int32))
+        step = functools.partial(
+            learner.train_step, settings=dataclasses.replace(settings, model=Softmax()), optimizer=optimizer
+        )
+        reference = None if parts.reference is None else z
+        kind = settings.model, jax.tree.leaves(state.learner.params)[0].dtype, config.loss.kl_coef > 0
+        return kind, str(jax.make_jaxpr(step)(small, batch, reference))
 
+    monkeypatch.setattr(learner, "make_step", make_step)
     assert_each_changes(observe, config_of, PROGRAM)
 
 

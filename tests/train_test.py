@@ -40,24 +40,25 @@ class Record:
     output: str
     summary: dict | None
     states: dict  # step → RunState on the host, of each save
-    tokens: list  # of every call of the engine
+    calls: list  # (draws, ids, tokens) of every call of the engine
 
     def lines(self) -> list[dict]:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @contextlib.contextmanager
-def listening(stop_after, states, tokens):
+def listening(stop_after, states, calls):
     """Records saves and rollouts; raises Stopped after so many training steps."""
     save, generate, step = checkpoint.Checkpointer.save, rollout.generate, train.train_step
 
     def saving(self, number, state):
-        states[number] = jax.device_get(dataclasses.replace(state, totals={**state.totals}))
+        learner, budget = jax.tree.map(np.array, (state.learner, state.budget))  # copies: it will be donated
+        states[number] = dataclasses.replace(state, learner=learner, budget=budget)
         save(self, number, state)
 
-    def generating(*args, **kwargs):
-        out = generate(*args, **kwargs)
-        tokens.append(out.tokens)
+    def generating(model, params, prompts, counts, **options):
+        out = generate(model, params, prompts, counts, **options)
+        calls.append((prompts.draws, prompts.ids, out.tokens))
         return out
 
     def stepping(parts, state, *rest):
@@ -73,14 +74,14 @@ def listening(stop_after, states, tokens):
 
 
 def play(config, folder, stop_after=None) -> Record:
-    states, tokens, output, summary = {}, [], io.StringIO(), None
-    with listening(stop_after, states, tokens), contextlib.redirect_stdout(output):
+    states, calls, output, summary = {}, [], io.StringIO(), None
+    with listening(stop_after, states, calls), contextlib.redirect_stdout(output):
         if stop_after is None:
             summary = train.run(config, folder)
         else:
             with pytest.raises(Stopped):
                 train.run(config, folder)
-    return Record(folder, output.getvalue(), summary, states, tokens)
+    return Record(folder, output.getvalue(), summary, states, calls)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -183,6 +184,24 @@ def test_every_parameter_is_trained(straight):
     assert all(m > 0 for m in jax.tree.leaves(moved))
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_prompts_follow_the_stream(straight, name):
+    """Every step draws on; the set of 12 is visited once an epoch; CERO's state counts what was made."""
+    run = straight(name)
+    steps = [(draws, ids) for draws, ids, _ in run.calls if len(ids) == 4]
+    draws, ids = (np.concatenate(x) for x in zip(*steps, strict=True))
+    assert len(steps) == LAST and (np.diff(draws) > 0).all()
+    if name != "cero":
+        np.testing.assert_array_equal(draws, np.arange(24))
+        assert sorted(ids[:12]) == sorted(ids[12:]) == list(range(12)) and list(ids[:12]) != list(ids[12:])
+        assert [run.states[step].draws for step in range(1, LAST + 1)] == [4, 8, 12, 16, 20, 24]
+    else:
+        assert [int(run.states[step].budget.spent) for step in (1, LAST)] == [16, 96]
+        state = run.states[LAST].budget
+        np.testing.assert_array_equal(state.rollouts, 4 * np.bincount(ids, minlength=12))
+        np.testing.assert_array_equal(state.alpha + state.beta - 2, state.rollouts)
+
+
 # ---- resuming
 
 
@@ -207,9 +226,8 @@ def test_resumed_run_is_the_straight_one(straight, run_config, tmp_path, name, s
             assert_same_state(state, whole.states[step])
     assert max(after.states) == LAST
     assert [timeless(line) for line in after.lines()] == [timeless(line) for line in whole.lines()]
-    calls = len(after.tokens)
-    for mine, theirs in zip(after.tokens, whole.tokens[-calls:], strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    for mine, theirs in zip(after.calls, whole.calls[-len(after.calls) :], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, mine, theirs)
     assert timeless(after.summary) == timeless(whole.summary)
 
 
@@ -219,7 +237,7 @@ def test_finished_run_trains_nothing_and_says_so(straight, run_config, tmp_path)
     shutil.copytree(whole.folder, folder)
     again = play(run_config(ALGORITHMS["cero"]), folder)
     assert "nothing left to train: step 6, 96 of 96 rollouts" in again.output
-    assert not again.tokens and not again.states
+    assert not again.calls and not again.states
     for name in ("metrics.jsonl", "summary.json", "config.json", "model/model.safetensors"):
         assert (folder / name).read_bytes() == (whole.folder / name).read_bytes(), name
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["5", "6"]
@@ -258,15 +276,17 @@ def test_unscorable_rewards_are_counted_and_carry_no_gradient(run_config, tiny_t
     lines = run.lines()[1:]
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
-        assert 0 < line["train/grader_errors"] < line["train/unscorable"] < 16
+        assert 0 < line["train/grader_errors"] <= line["train/unscorable"] < 16
         assert line["pods/kept"] == 16 - line["train/unscorable"]
         assert np.isfinite(line["train/loss"]) and 0 < line["train/reward_mean"] < 1
         assert "KeyError: 'no such unit'" in line["train/first_error"]
+    errors, unscorable = (sum(x[f"train/{name}"] for x in lines) for name in ("grader_errors", "unscorable"))
+    assert errors < unscorable
     assert "could not be scored" in run.output and "no such unit" in run.output
 
 
 def test_a_grader_that_scores_nothing_ends_the_run_and_changes_nothing(run_config, tiny_tasks, tmp_path):
-    changes = {"task.name": f"{tiny_tasks}:hopeless_task", "budget.rollouts": 32, "learner.weight_decay": 0.1}
+    changes = {"task.name": f"{tiny_tasks}:hopeless_task", "budget.rollouts": 32}
     config = run_config(changes)
     run = play(config, tmp_path / "run")
     assert [line["train/reward_mean"] for line in run.lines()[1:]] == [None, None]
@@ -304,8 +324,8 @@ def test_eight_devices_give_one_devices_numbers(straight, run_config, tmp_path):
     """mesh data 2, fsdp 2, tensor 2, and two micro-batches: the same tokens and rewards, nearly equal parameters."""
     mesh = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "budget.rollouts": 32}
     run, alone = play(run_config(mesh), tmp_path / "run"), straight("grpo")
-    for mine, theirs in zip(run.tokens[:3], alone.tokens[:3], strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    for mine, theirs in zip(run.calls[:3], alone.calls[:3], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, mine, theirs)
     for mine, theirs in zip(run.lines()[1:], alone.lines()[1:3], strict=True):
         for name in ("train/reward_mean", "train/loss", "train/grad_norm", "rollouts/tokens"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
@@ -314,7 +334,7 @@ def test_eight_devices_give_one_devices_numbers(straight, run_config, tmp_path):
 
 
 def test_nothing_compiles_after_the_first_step(run_config, tmp_path, caplog):
-    """Ragged lengths, prompts of several lengths, evaluations between: every shape is there after one step."""
+    """Ragged lengths, prompts of several lengths, evaluations between, a last step of fewer rollouts."""
     seen, step = [], train.train_step
 
     def stepping(*args):
@@ -323,6 +343,9 @@ def test_nothing_compiles_after_the_first_step(run_config, tmp_path, caplog):
 
     with pytest.MonkeyPatch.context() as patch, jax.log_compiles(), caplog.at_level(logging.WARNING):
         patch.setattr(train, "train_step", stepping)
-        play(run_config({"checkpoint.every": 0} | ALGORITHMS["cero"]), tmp_path / "run")
-    compiled = [r.getMessage() for r in caplog.records[seen[1] :] if r.getMessage().startswith("Compiling")]
+        run = play(run_config({"checkpoint.every": 0, "budget.rollouts": 58} | ALGORITHMS["cero"]), tmp_path / "run")
+    assert [line["rollouts/step"] for line in run.lines()[1:]] == [16, 16, 16, 10]
+    messages = [record.getMessage() for record in caplog.records]
+    assert any(m.startswith("Compiling jit(train_step)") for m in messages[: seen[1]])
+    compiled = [m for m in messages[seen[1] :] if m.startswith("Compiling")]
     assert not compiled, compiled

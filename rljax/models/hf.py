@@ -7,6 +7,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -146,7 +147,7 @@ def _rope_scaling(s: dict, file: pathlib.Path) -> RopeScaling | None:
 def write_config(config: ModelConfig, dtype: str) -> dict:
     """ModelConfig → config.json that transformers 4.x and 5.x both read."""
     s = config.rope_scaling
-    rope = {"rope_type": "default" if s is None else s.kind}
+    rope: dict[str, Any] = {"rope_type": "default" if s is None else s.kind}
     if s is not None:
         rope["factor"] = s.factor
     if s is not None and s.kind == "llama3":
@@ -316,7 +317,7 @@ class _Tensors:
                     f"{self.folder}: tensor {name} has shape {stored}, config.json asks for {tuple(shape)}"
                 )
 
-    def read(self, parts: dict, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
+    def read(self, parts: dict[Any, tuple[str, bool]], index: Any, shape: tuple[int, ...]) -> np.ndarray:
         """The slice `index` of a leaf. parts: layer (or None, not stacked) → (tensor name, transposed)."""
         if None in parts:
             return self._one(*parts[None], index)

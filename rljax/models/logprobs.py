@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from rljax.types import Array
+
 
 def scale(logits, temperature):
     """float32 logits[..., V] / temperature, a scalar or one a row [...]; 0 (greedy) leaves them."""
@@ -12,7 +14,7 @@ def scale(logits, temperature):
     return logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0)
 
 
-def token_logprobs(logits, ids, temperature=1.0):
+def token_logprobs(logits, ids, temperature: Array | float = 1.0):
     """log softmax(logits / temperature)[ids] in float32.
 
     logits: [..., V]. ids: int[...]. temperature: scalar or float[...]; 0 stands for 1, since a greedy choice
