@@ -35,7 +35,7 @@ setup(
         "transformers>=5,<6",
     ],
     extras_require={
-        "test": ["hypothesis>=6.100", "pytest>=8.2", "scipy>=1.13"],
+        "test": ["hypothesis>=6.100", "pytest>=8.2", "pytest-xdist>=3.6", "scipy>=1.13"],
         "gpu": ["jax[cuda13]"],
         "tpu": ["jax[tpu]"],
         "tasks": ["reasoning-gym>=0.1.19"],

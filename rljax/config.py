@@ -11,11 +11,10 @@ import dataclasses
 import difflib
 import fnmatch
 import math
-import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 

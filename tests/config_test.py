@@ -291,10 +291,10 @@ PODS = {"pods.rule": "max_variance"}
         ({"rollout.temperature": 0.0}, ["rollout.temperature = 0", "greedy", "set it above 0"]),
         ({"rollout.top_k": 5}, ["rollout.top_k = 5 is on in training", "set it to 0"]),
         ({"rollout.top_p": 0.9}, ["rollout.top_p = 0.9 is on in training", "set it to 1.0"]),
-        ({"rollout.segment": 11}, ["rollout.segment = 11", "rollout.max_new_tokens = 8", "at most 8"]),
+        ({"rollout.segment": 11}, ["rollout.segment = 11", "rollout.max_new_tokens = 6", "at most 6"]),
         ({"budget.rollouts": 511}, ["budget.rollouts = 511", "32 * 16 = 512", "raise it"]),
         (CERO | {"rollout.samples": 17}, ["rollout.samples = 17", "rollout.slots = 16; raise"]),
-        (CERO | {"task.train_prompts": 100, "budget.rollouts": 40_001}, ["100 * 25 * 16 = 40000"]),
+        (CERO | {"task.train_prompts": 100, "budget.rollouts": 8_001}, ["100 * 5 * 16 = 8000"]),
         (PODS | {"pods.keep": 17}, ["pods.keep = 17 is more than rollout.samples = 16", "lower pods.keep"]),
         ({"pods.keep": 8}, ["pods.keep = 8 contradicts pods.rule = 'all'", "set pods.keep to 16"]),
         (PODS | {"pods.keep": 1}, ["pods.keep = 1", "group of one", "keep at least 2"]),
@@ -324,7 +324,7 @@ def test_values_that_exclude_each_other(changes, told):
     [
         {"budget.rollouts": 512},
         {"rollout.samples": 32},  # more than the slots: refilled, where the allocation is uniform
-        CERO | {"task.train_prompts": 100, "budget.rollouts": 40_000},
+        CERO | {"task.train_prompts": 100, "budget.rollouts": 8_000},
         PODS | {"pods.keep": 16},
         PODS | {"pods.keep": 1, "pods.normalize_over": "all"},
         {"learner.schedule": "cosine", "budget.rollouts": 6 * 512},

@@ -222,7 +222,7 @@ def test_rows_scored_as_they_end_keep_their_place_and_take_their_own_prompt():
     with pool_of(lambda completion, example: float(completion == example["answer"])) as pool:
         scorer = rewards.StreamingScorer(pool, tokenizer, prompts)
         scorer(rollouts, np.array([3, 0]))
-        with pytest.raises(ValueError, match="2 of 4 rollouts"):
+        with pytest.raises(ValueError, match="of 4 rollouts 2 were never submitted"):
             scorer.result(4)
         scorer(rollouts, np.array([2, 1]))
         scores = scorer.result(4)

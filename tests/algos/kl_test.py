@@ -55,9 +55,7 @@ def test_estimates_are_of_tokens_and_leave_the_reference_alone(run):
         "k3": [[0.5 - 1 + log2, 2 - 1 - log2]],
     }
     for kind, values in expected.items():
-        np.testing.assert_allclose(
-            run(lambda a, b, k=kind: kl_estimate(a, b, k))(logp, ref), values, rtol=1e-5
-        )
+        np.testing.assert_allclose(run(lambda a, b, k=kind: kl_estimate(a, b, k))(logp, ref), values, rtol=1e-5)
         gradient = jax.grad(lambda b, k=kind: kl_estimate(logp, b, k).sum())(ref)
         np.testing.assert_array_equal(gradient, 0.0)
 
@@ -93,9 +91,11 @@ def test_loss_defaults_to_k2_and_reports_k3(aggregate, expected, run):
     assert (sums["kl_tokens"], sums["kl_degenerate_tokens"]) == (3, 0)
 
 
-def test_loss_takes_the_policy_losses_weights_accept_and_denominator(run):
+@pytest.mark.parametrize("aggregate", ["token", "sequence"])  # each row has one accepted token: both are the same
+def test_loss_takes_the_policy_losses_weights_accept_and_denominator(aggregate, run):
     weights, accept = jnp.array([3.0, 0.5]), jnp.array([[0, 1, 1], [1, 1, 1]], bool)
-    f = run(lambda a, b, m: kl_loss(a, b, m, weights=weights, accept=accept, denominator=4.0))
+    settings = dict(aggregate=aggregate, weights=weights, accept=accept, denominator=4.0)
+    f = run(lambda a, b, m: kl_loss(a, b, m, **settings))
     loss, sums = f(LOGP, REFS, MASK)
     np.testing.assert_allclose(loss, 3.5 * K2[1] / 4, rtol=1e-5)
     np.testing.assert_allclose(sums["kl_sum"], 3.5 * K3[1], rtol=1e-5)
