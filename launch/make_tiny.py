@@ -43,7 +43,7 @@ VOCAB = 264  # 256 bytes, EOS, PAD, and 6 spare rows: a multiple of 8, so that i
 PROMPT_TOKENS, COMPLETION_TOKENS = 10, 6
 
 SHAPES = {  # hidden, intermediate, layers, heads, kv heads, head dim; steps of the warm start
-    "tiny-policy": (128, 512, 4, 4, 2, 32, 2400),
+    "tiny-policy": (128, 384, 4, 4, 2, 32, 2800),
     "tiny-actor": (64, 192, 4, 4, 2, 16, 2400),
 }
 BATCH = 256

@@ -138,9 +138,7 @@ def best_by_definition(rewards, valid, m):
     tolerance = 1e-6 * (values[-1] - values[0]) ** 2
     subsets = {k: values[: m - k] + values[len(values) - k :] for k in range(m + 1)}
     best = max(np.var(s) for s in subsets.values())
-    k = min(
-        (k for k in subsets if np.var(subsets[k]) >= best - tolerance), key=lambda k: (abs(k - m / 2), -k)
-    )
+    k = min((k for k in subsets if np.var(subsets[k]) >= best - tolerance), key=lambda k: (abs(k - m / 2), -k))
     return {i for v in set(subsets[k]) for i in [j for j in rows if rewards[j] == v][: subsets[k].count(v)]}
 
 
@@ -148,9 +146,7 @@ def rows_of(reward, n):
     return st.lists(st.tuples(reward, st.sampled_from([True, True, True, False])), min_size=n, max_size=n)
 
 
-GRID = st.integers(-4, 4).map(
-    lambda i: i / 4
-)  # many ties; unequal variances differ by more than the tolerance
+GRID = st.integers(-4, 4).map(lambda i: i / 4)  # many ties; unequal variances differ by more than the tolerance
 SIZES = st.sampled_from([(12, 5), (12, 6), (7, 3), (4, 4), (2, 1)])
 
 
@@ -219,13 +215,18 @@ def test_advantages_over_the_kept_rows_or_over_all(settings, expected):
     np.testing.assert_allclose(advantages, [expected, [0, 0, 0]], atol=1e-4)
 
 
+@pytest.mark.parametrize("over, expected", [("kept", [1, -1, 0]), ("all", [1.25410, 0.90574, 0])])
+def test_rows_that_are_dropped_later_have_no_part(over, expected):
+    indices, kept = jnp.array([[0, 1, 4]]), jnp.array([[True, True, False]])
+    advantages = jax.jit(functools.partial(kept_advantages, normalize_over=over))(PAPER, indices, kept)
+    np.testing.assert_allclose(advantages, [expected], atol=1e-4)
+
+
 @pytest.mark.parametrize("over", ["kept", "all"])
 def test_rows_that_are_not_kept_or_not_valid_have_no_part(over, run):
     rewards, valid = jnp.array([[1.0, 0.0, jnp.nan, 7.0]]), jnp.array([[True, True, True, False]])
     f = run(
-        lambda r, v: kept_advantages(
-            r, *down_sample(r, 3, rule="max_reward", valid=v), normalize_over=over, valid=v
-        )
+        lambda r, v: kept_advantages(r, *down_sample(r, 3, rule="max_reward", valid=v), normalize_over=over, valid=v)
     )
     np.testing.assert_allclose(f(rewards, valid), [[-1, 1, 0]], atol=1e-5)
 
