@@ -23,7 +23,7 @@ setup(
         "gguf>=0.19",
         "jax>=0.10.2",
         "jinja2>=3.1",  # chat templates of transformers' tokenizers
-        "math-verify[antlr4_13_2]>=0.9",
+        "math-verify[antlr4-13-2]>=0.9",
         "ml-collections>=1.1",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
