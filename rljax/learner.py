@@ -125,10 +125,7 @@ def train_step(state: LearnerState, batch: TrainBatch, reference, *, settings: S
         state, sums = update(state, jax.tree.map(lambda x: x[0], minis))
     else:
         state, sums = jax.lax.scan(epoch, state, length=settings.epochs)
-        sums = {
-            name: jnp.max(x) if name.endswith("_max") else jnp.sum(x)
-            for name, x in sums.items()
-        }  # fmt: skip
+        sums = _merge_stacked(sums)
     return state, sums
 
 
@@ -150,8 +147,7 @@ def accumulate(params, batches: TrainBatch, old, ref, settings: Settings):
         return grads, sums
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     grads, parts = jax.lax.scan(one, zeros, (batches, old, ref))
-    sums = masked.merge_sums([{name: x[i] for name, x in parts.items()} for i in range(mask.shape[0])])
-    return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), sums
+    return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), _merge_stacked(parts)
 
 
 def micro_loss(params, batch: TrainBatch, old, ref, denominator, settings: Settings):
@@ -226,6 +222,11 @@ def _logprobs(params, batch: TrainBatch, settings: Settings):
     return logprobs.completion_logprobs(
         settings.model, params, batch, settings.temperature, settings.token_chunk
     )
+
+
+def _merge_stacked(sums: dict) -> dict:
+    """masked.merge_sums of what a scan has stacked: one scalar a name."""
+    return {name: jnp.max(x) if name.endswith("_max") else jnp.sum(x) for name, x in sums.items()}
 
 
 def _split(tree, parts: int):
