@@ -33,18 +33,16 @@ class Grants:
 
 def from_config(config: Config, num_prompts: int) -> Uniform | Cero:
     """The allocator that budget.rule names."""
-    r = config.rollout
-    size = {"budget": config.budget.rollouts, "prompts": r.prompts, "samples": r.samples}
+    r, c = config.rollout, config.cero
     if config.budget.rule == "uniform":
-        return Uniform(**size)
-    c = config.cero
+        return Uniform(budget=config.budget.rollouts, prompts=r.prompts, samples=r.samples)
     return Cero(
-        **size,
+        prompts=r.prompts,
         cero=cero.Cero(
             budget=config.budget.rollouts,
             num_prompts=num_prompts,
             epochs=config.budget.epochs,
-            n_max=config.rollout.samples,
+            n_max=r.samples,
             eta=c.eta,
             step_theta=c.step_theta,
             step_mu=c.step_mu,
@@ -86,9 +84,7 @@ class Uniform:
 class Cero:
     """CERO's posterior and prices choose; prompts granted nothing use no slot (methods: algos/cero.py)."""
 
-    budget: int
     prompts: int
-    samples: int
     cero: cero.Cero
 
     def init(self):
@@ -101,7 +97,7 @@ class Cero:
         """
         ids, where, counts = [], [], []
         last = self.cero.epochs * self.cero.num_prompts
-        while len(ids) < self.prompts and draws < last and self.budget - spent - sum(counts) >= 2:
+        while len(ids) < self.prompts and draws < last and self.cero.budget - spent - sum(counts) >= 2:
             chunk = stream.take(draws, min(self.prompts - len(ids), last - draws))
             padded = self._pad(chunk.ids, self.prompts)
             granted = np.asarray(_allocate(self.cero, state, padded, reserved=jnp.int32(sum(counts))))
@@ -118,7 +114,7 @@ class Cero:
 
     def update(self, state, ids: np.ndarray, rewards: np.ndarray, valid: np.ndarray):
         """Posterior and prices after the rewards [R] of a step's rollouts; ids are their prompts'."""
-        R = self.prompts * self.samples
+        R = self.prompts * self.cero.n_max
         none = self._pad(np.zeros(0, np.int64), self.prompts)
         return _update(
             self.cero,
@@ -134,7 +130,7 @@ class Cero:
         return {f"cero/{name}": float(value) for name, value in cero.metrics(self.cero, state).items()}
 
     def _no_rows(self):
-        R = self.prompts * self.samples
+        R = self.prompts * self.cero.n_max
         return np.full(R, -1, np.int32), np.zeros(R, np.float32), np.zeros(R, bool)
 
     @staticmethod

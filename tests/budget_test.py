@@ -20,7 +20,7 @@ def make(rollouts=96, rule="cero", epochs=4, **options):
     if rule == "uniform":
         return budget.Uniform(budget=rollouts, prompts=P, samples=N)
     inner = cero.Cero(budget=rollouts, num_prompts=M, epochs=epochs, n_max=N, **options)
-    return budget.Cero(budget=rollouts, prompts=P, samples=N, cero=inner)
+    return budget.Cero(prompts=P, cero=inner)
 
 
 def rewards_of(ids, counts, draws):
@@ -166,6 +166,6 @@ def test_config_reaches_the_allocator(run_config):
         budget=48, num_prompts=11, epochs=2, n_max=4, eta=0.5, step_theta=0.25, step_mu=0.125, prior=(2.0, 3.0),
         discount=0.75, success_threshold=0.625, min_visits=1,
     )  # fmt: skip
-    expected = budget.Cero(budget=48, prompts=2, samples=4, cero=inner)
+    expected = budget.Cero(prompts=2, cero=inner)
     assert budget.from_config(run_config(changes), 11) == expected
     assert set(expected.metrics(expected.init())) >= {"cero/mu", "cero/spent", "cero/q_mean"}
