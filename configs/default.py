@@ -15,7 +15,7 @@ def get_config() -> ConfigDict:
     c.model = ConfigDict(dict(
         path="tiny-policy",  # a name under rljax/assets, a Hugging Face directory, a hub name or a .gguf file
         dtype="float32",  # of the parameters: float32 | bfloat16
-        remat="none",  # what the backward pass recomputes: none | layer (each layer's activations)
+        remat="none",  # what the backward pass recomputes: none | dots (all but products with weights) | layer (all)
         token_chunk=1024,  # completion tokens whose [tokens, vocabulary] logits are alive at once
     ))
 
@@ -26,6 +26,7 @@ def get_config() -> ConfigDict:
         train_prompts=2048,  # prompts of the fixed training set, visited once an epoch
         eval_prompts=512,  # held-out prompts
         mix="",  # arithmetic: "kind:weight,kind:weight"; "" is the task's own mix
+        shots=0,  # arithmetic: solved problems of the same kind before each prompt, a line each; a newline ends it
         shuffle_rewards=False,  # control: rewards permuted over the step's rollouts, so they say nothing
     ))
 
@@ -40,6 +41,7 @@ def get_config() -> ConfigDict:
         lanes=32,  # prompts that decode at once; each has its prefix cached once
         slots=16,  # samples of one prompt that decode at once
         segment=6,  # decode steps between refills of finished slots
+        max_rounds=1,  # DAPO's dynamic sampling: rounds of new prompts until P groups' rewards differ. 1 is off
     ))
 
     c.budget = ConfigDict(dict(
@@ -65,10 +67,33 @@ def get_config() -> ConfigDict:
         normalize_over="kept",  # advantages from the statistics of: kept (the paper) | all
     ))
 
+    c.actor = ConfigDict(dict(  # what makes the rollouts
+        path="",  # another checkpoint of the same vocabulary, which learns beside the policy. "": the policy itself
+        dtype="",  # bfloat16 | int8: rollouts by a copy of the policy in it (path = ""). "": as the policy is
+        learning_rate=3e-4,  # of the actor's AdamW; the rest is the learner's
+        loss_coef=1.0,  # weight of the actor's own policy loss on its rollouts
+        distill_coef=1.0,  # weight of the KL between actor and policy, nats a token; gradient to the actor only
+        distill_direction="reverse",  # reverse: KL(actor || policy) | forward: KL(policy || actor)
+    ))
+
+    c.jackpot = ConfigDict(dict(  # methods: arXiv 2602.06107
+        rule="none",  # none | obrs: tokens are accepted by optimal budgeted rejection sampling
+        target="old",  # distribution that accepted tokens are brought near to: the policy's, old | new
+        lam=1.0,  # λ of the acceptance min(1, p / (λ q))
+        budget=placeholder(float),  # share of tokens to accept: λ is found anew for each batch. None: lam
+        table="union",  # candidates whose probabilities are kept: union (top k of both) | sampler (the actor's)
+        top_k=20,  # k
+        normaliser="top_k",  # Z over the candidates, times κ | exact (the whole vocabulary; target old)
+        normalise="accepted",  # the loss is divided by the accepted tokens | proposed (all)
+        c1=3.0,  # upper bound of Z max(λ, p/q)
+        c2=3.0,  # upper bound of p_old / p_new, of target new
+    ))
+
     c.advantage = ConfigDict(dict(
         baseline="mean",  # mean | loo (leave one out, RLOO)
         scale="std",  # std (GRPO) | none (Dr. GRPO)
         eps=1e-6,  # added to the standard deviation
+        overlong_buffer=0,  # tokens before max_new_tokens over which a reward falls by up to 1 (DAPO). 0 is off
     ))
 
     c.loss = ConfigDict(dict(
@@ -84,6 +109,8 @@ def get_config() -> ConfigDict:
         correction_level="token",  # token | sequence
         correction_low=0.0,  # mask: ratios below weigh 0
         correction_high=2.0,  # truncate: ratios above are cut to it; mask: ratios above weigh 0
+        entropy_coef=0.0,  # weight of the policy's mean entropy (nats a token), which is added to the objective
+        mask_truncated=False,  # whether completions cut at max_new_tokens are left out of the loss (DAPO)
     ))
 
     c.learner = ConfigDict(dict(

@@ -43,7 +43,7 @@ VOCAB = 264  # 256 bytes, EOS, PAD, and 6 spare rows: a multiple of 8, so that i
 PROMPT_TOKENS, COMPLETION_TOKENS = 10, 6
 
 SHAPES = {  # hidden, intermediate, layers, heads, kv heads, head dim; steps of the warm start
-    "tiny-policy": (128, 384, 4, 4, 2, 32, 2800),
+    "tiny-policy": (128, 512, 4, 4, 2, 32, 2800),
     "tiny-actor": (64, 192, 4, 4, 2, 16, 2400),
 }
 BATCH = 256
@@ -109,7 +109,7 @@ class Demonstrations:
     def batch(self, size: int, slips: float) -> TrainBatch:
         rows = []
         for kind in self.rng.choices(self.kinds, self.shares, k=size):
-            terms, ops = arithmetic.draw(kind, "warm", self.rng)
+            terms, ops = arithmetic.draw(kind, ("warm",), self.rng)
             rows.append((arithmetic.text(terms, ops), demonstration(terms, ops, self.rng, slips)))
         return encode(rows)
 
@@ -128,6 +128,8 @@ def encode(rows: list[tuple[str, str]]) -> TrainBatch:
         advantages=np.ones((len(rows), 1), np.float32),
         draws=np.zeros(len(rows), np.uint32),
         samples=np.zeros((len(rows), 1), np.int32),
+        top_ids=np.zeros((*tokens.shape, 0), np.int32),
+        top_logprobs=np.zeros((*tokens.shape, 0), np.float32),
     )
 
 

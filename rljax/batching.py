@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from rljax import sharding
@@ -28,6 +30,39 @@ def dense(rollouts: Rollouts, values: np.ndarray, num_prompts: int, samples: int
     return out
 
 
+def concatenate(rounds: list[tuple[Prompts, Rollouts, np.ndarray]]) -> tuple[Prompts, Rollouts, np.ndarray]:
+    """Prompts, rollouts and rewards of several rounds as those of one; the groups are numbered on."""
+    prompts, rollouts, rewards = zip(*rounds, strict=True)
+    starts = np.cumsum([0, *map(len, prompts)])
+    moved = [dataclasses.replace(r, group=r.group + s) for r, s in zip(rollouts, starts, strict=False)]
+    joined = Prompts(
+        ids=np.concatenate([p.ids for p in prompts]),
+        draws=np.concatenate([p.draws for p in prompts]),
+        tokens=sum((p.tokens for p in prompts), ()),
+        examples=sum((p.examples for p in prompts), ()),
+    )
+    fields = [f.name for f in dataclasses.fields(Rollouts)]
+    rows = Rollouts(**{name: np.concatenate([getattr(r, name) for r in moved]) for name in fields})
+    return joined, rows, np.concatenate(rewards)
+
+
+def take(
+    prompts: Prompts, rollouts: Rollouts, rewards: np.ndarray, groups: np.ndarray
+) -> tuple[Prompts, Rollouts, np.ndarray]:
+    """The prompts at `groups` (ascending), their rollouts and the rewards of these."""
+    number = np.full(len(prompts), -1, rollouts.group.dtype)
+    number[groups] = np.arange(len(groups))
+    rows = number[rollouts.group] >= 0
+    kept = {f.name: getattr(rollouts, f.name)[rows] for f in dataclasses.fields(Rollouts)}
+    chosen = Prompts(
+        ids=prompts.ids[groups],
+        draws=prompts.draws[groups],
+        tokens=tuple(prompts.tokens[i] for i in groups),
+        examples=tuple(prompts.examples[i] for i in groups),
+    )
+    return chosen, Rollouts(**kept | {"group": number[kept["group"]]}), rewards[rows]
+
+
 def pack(
     prompts: Prompts,
     rollouts: Rollouts,
@@ -51,9 +86,10 @@ def pack(
     rows = np.where(kept, np.take_along_axis(row_of, indices, axis=1), -1)
     T = bucket(int(rollouts.lengths.max()), max_new_tokens)
     S = bucket(max(len(t) for t in prompts.tokens), max_prompt_tokens)
-    there = (rows >= 0)[:, :, None]
-    tokens, logprobs = (
-        np.where(there, _width(a, T)[rows], 0) for a in (rollouts.tokens, rollouts.logprobs)
+    there = rows >= 0
+    tokens, logprobs, top_ids, top_logprobs = (
+        np.where(there.reshape(*there.shape, *[1] * (a.ndim - 1)), _width(a, T)[rows], 0)
+        for a in (rollouts.tokens, rollouts.logprobs, rollouts.top_ids, rollouts.top_logprobs)
     )
     prompt_tokens = np.zeros((P, S), np.int32)
     for i, ids in enumerate(prompts.tokens):
@@ -67,6 +103,8 @@ def pack(
         advantages=np.where(rows >= 0, np.asarray(advantages, np.float32), 0),
         draws=prompts.draws.astype(np.uint32),
         samples=np.where(rows >= 0, indices, 0).astype(np.int32),
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
     )
     pad = num_prompts - P
     padded = TrainBatch(**{
@@ -76,5 +114,5 @@ def pack(
 
 
 def _width(rows: np.ndarray, width: int) -> np.ndarray:
-    """[R, T] cut or zero-padded to [R, width]; nothing past the longest length is cut."""
-    return np.pad(rows[:, :width], ((0, 0), (0, max(0, width - rows.shape[1]))))
+    """[R, T, …] cut or zero-padded to [R, width, …]; nothing past the longest length is cut."""
+    return np.pad(rows[:, :width], ((0, 0), (0, max(0, width - rows.shape[1]))) + ((0, 0),) * (rows.ndim - 2))

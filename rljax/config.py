@@ -62,9 +62,11 @@ def check_key(key: str) -> None:
     leaf = key.split(".")[-1]
     leaves = {known: known.split(".")[-1] for known in KEYS}
     near_leaves = difflib.get_close_matches(leaf, set(leaves.values()), n=1)
+    same_leaf = [known for known in KEYS if leaves[known] == leaf]
     near = (
-        difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8)
-        or [known for known in KEYS if leaves[known] == leaf]
+        (same_leaf if key == leaf else None)  # the block was left out
+        or difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8)
+        or same_leaf
         or difflib.get_close_matches(key, KEYS, n=1)
         or [known for known in KEYS if leaves[known] in near_leaves]
     )
@@ -184,6 +186,7 @@ def _conflicts(c: Config) -> Iterator[str]:
     if c.loss.objective == "cispo" and c.loss.dual_clip is not None:
         yield (f"loss.dual_clip = {c.loss.dual_clip} has no effect with loss.objective = 'cispo';"
                " set it to None, or loss.objective to 'ppo'")
+    yield from _actor_conflicts(c)
     yield from _learner_conflicts(c.learner, c.rollout, c.budget)
     axes = dataclasses.asdict(c.mesh)
     yield from (f"mesh.{axis} = 0 is no size; give at least 1, or -1 for the devices that are left"
@@ -234,6 +237,28 @@ def _pods_conflicts(p: PodsOptions, samples: int) -> Iterator[str]:
     if p.keep == 1 and p.normalize_over == "kept":
         yield ("pods.keep = 1 with pods.normalize_over = 'kept' is a group of one, whose advantage is always"
                " 0; keep at least 2, or set pods.normalize_over to 'all'")
+
+
+def _actor_conflicts(c: Config) -> Iterator[str]:
+    j, a = c.jackpot, c.actor
+    if a.path and a.dtype:
+        yield (f"actor.dtype = {a.dtype!r} is that of a copy of the policy, but actor.path = {a.path!r} names another"
+               " model; set one of them to ''")
+    if c.advantage.overlong_buffer > c.rollout.max_new_tokens:
+        yield (f"advantage.overlong_buffer = {c.advantage.overlong_buffer} is more than rollout.max_new_tokens ="
+               f" {c.rollout.max_new_tokens}; lower it")
+    if j.rule == "none":
+        return
+    updates = c.learner.minibatches * c.learner.epochs
+    if not (a.path or a.dtype) and (updates == 1 or j.target == "old"):
+        yield ("jackpot.rule = 'obrs' has nothing to correct: the policy itself makes the rollouts; set actor.path or"
+               " actor.dtype, or several learner.minibatches or learner.epochs with jackpot.target = 'new'")
+    if c.loss.correction != "none":
+        yield (f"loss.correction = {c.loss.correction!r} and jackpot.rule = 'obrs' both weigh tokens;"
+               " set one of them to 'none'")
+    if j.normaliser == "exact" and (j.table == "sampler" or j.target == "new"):
+        yield (f"jackpot.normaliser = 'exact' needs the whole vocabulary at the old policy, but jackpot.table ="
+               f" {j.table!r} and jackpot.target = {j.target!r}; set jackpot.normaliser to 'top_k'")
 
 
 def _learner_conflicts(o: LearnerOptions, r: RolloutOptions, b: BudgetOptions) -> Iterator[str]:

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from rljax import sharding
-from rljax.algos import kl, losses, masked
-from rljax.models import Model, logprobs
-from rljax.options import LearnerOptions, LossOptions
+from rljax import correction, sharding
+from rljax.algos import losses, obrs
+from rljax.models import logprobs
+from rljax.models.quantized import behaviour_of
+from rljax.objectives import Prior, Settings, actor_loss, completion_mask, policy_loss
+from rljax.options import LearnerOptions
 from rljax.types import LearnerState, TrainBatch
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The static half of a step: what is compiled in.
-
-    max_length: tokens, of aggregate="constant". temperature: that the sampler used. micro_batches, minibatches
-    and epochs as in configs/default.py.
-    """
-
-    model: Model
-    loss: LossOptions
-    temperature: float
-    token_chunk: int
-    max_length: int
-    micro_batches: int
-    minibatches: int
-    epochs: int
 
 
 def make_optimizer(options: LearnerOptions, total_updates: int) -> optax.GradientTransformation:
@@ -64,171 +47,219 @@ def _decays(params):
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
-def init(params, optimizer: optax.GradientTransformation) -> LearnerState:
+def init(params, optimizer: optax.GradientTransformation, actor: LearnerState | None = None) -> LearnerState:
     """A state around `params`, which it takes over; the optimizer's moments are born sharded as they are."""
     mesh = sharding.mesh_of(params)
     where = jax.tree.map(lambda p: p.sharding, params)
     abstract = jax.eval_shape(optimizer.init, params)
     opt_state = jax.jit(optimizer.init, out_shardings=sharding.like_params(abstract, where, mesh))(params)
     updates = jax.device_put(jnp.zeros((), jnp.int32), sharding.replicated(mesh))
-    return LearnerState(params=params, opt_state=opt_state, updates=updates)
+    return LearnerState(params=params, opt_state=opt_state, updates=updates, actor=actor)
 
 
-def make_step(settings: Settings, optimizer: optax.GradientTransformation, state: LearnerState):
-    """step(state, batch, reference) → (state, metrics), jitted; the given state is consumed.
+def make_step(
+    settings: Settings,
+    optimizer: optax.GradientTransformation,
+    state: LearnerState,
+    actor_optimizer: optax.GradientTransformation | None = None,
+):
+    """step(state, batch, reference, key) → (state, metrics), jitted; the given state is consumed.
 
-    reference: parameters of the KL's frozen policy, or None where loss.kl_coef is 0.
+    reference: parameters of the KL's frozen policy, or None where loss.kl_coef is 0. key: of OBRS's
+    acceptance, the same for every batch (its tokens' coordinates are folded in), or None.
     """
     where = jax.tree.map(lambda leaf: leaf.sharding, state)
+    step = functools.partial(
+        train_step, settings=settings, optimizer=optimizer, actor_optimizer=actor_optimizer
+    )
     return jax.jit(
-        functools.partial(train_step, settings=settings, optimizer=optimizer),
+        step,
         donate_argnames="state",
         out_shardings=(where, sharding.replicated(sharding.mesh_of(state.params))),
     )
 
 
-def train_step(state: LearnerState, batch: TrainBatch, reference, *, settings: Settings, optimizer):
+def train_step(
+    state: LearnerState, batch: TrainBatch, reference, key=None, *, settings: Settings, optimizer, actor_optimizer=None
+):
     """All updates of one batch: epochs × minibatches, each over micro_batches accumulated gradients.
 
     With more than one update the log-probs of the old policy are taken before the first; with one, the old
     policy is the policy itself, and the ratio is exactly 1. A minibatch without a token makes no update.
     """
-    split = functools.partial(_split, parts=settings.minibatches * settings.micro_batches)
     updates = settings.minibatches * settings.epochs
-    batches = split(batch)
-    old = None
-    if updates > 1:
-        old = jax.lax.map(lambda b: _logprobs(state.params, b, settings), batches)
-    ref = None
-    if reference is not None:
-        ref = jax.lax.map(lambda b: _logprobs(reference, b, settings), batches)
+    batches = _split(batch, settings.minibatches * settings.micro_batches)
+    prior, states, lam = before(state, batches, reference, settings)
     # [minibatches, micro_batches, P', …]
     shape = (settings.minibatches, settings.micro_batches)
-    minis = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), (batches, old, ref))
+    minis = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), (batches, prior, states))
 
     def update(state, mini):
-        own, own_old, own_ref = mini
-        grads, sums = accumulate(state.params, own, own_old, own_ref, settings)
-        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        new = LearnerState(
-            params=optax.apply_updates(state.params, changes), opt_state=opt_state, updates=state.updates + 1
-        )
+        own, own_prior, own_states = mini
+        weighed, sums = None, {}
+        if settings.jackpot.rule == "obrs":
+            weighed, sums = _weigh(state.params, own, own_prior, own_states, lam, key, settings)
+        grads, more = accumulate(state, own, own_prior, weighed, settings)
+        new, norms = _apply(state, grads, optimizer, actor_optimizer)
+        some = more["importance_count"] > 0
         # Without this, momentum and weight decay would move the parameters on a gradient of nothing.
-        some = sums["tokens"] > 0
         new = jax.tree.map(lambda a, b: jnp.where(some, a, b), new, state)
-        return new, sums | {"grad_norm_sum": optax.tree.norm(grads), "updates": jnp.ones(())}
-
-    def epoch(state, _):
-        return jax.lax.scan(update, state, minis)
+        return new, more | sums | norms | {"updates": jnp.ones(())}
 
     if updates == 1:
-        state, sums = update(state, jax.tree.map(lambda x: x[0], minis))
-    else:
-        state, sums = jax.lax.scan(epoch, state, length=settings.epochs)
-        sums = _merge_stacked(sums)
-    return state, sums
+        return update(state, jax.tree.map(lambda x: x[0], minis))
+    state, sums = jax.lax.scan(
+        lambda state, _: jax.lax.scan(update, state, minis), state, length=settings.epochs
+    )
+    return state, _merge_stacked(sums, axes=2)
 
 
-def accumulate(params, batches: TrainBatch, old, ref, settings: Settings):
-    """(gradients, sums) of one minibatch [micro, P', …]; the denominator is the whole minibatch's."""
+def before(state: LearnerState, batches: TrainBatch, reference, settings: Settings):
+    """(Prior, obrs.States or None, λ or None) of all parts [parts, P', …], at the parameters of the step's start."""
+    updates, jackpot = settings.minibatches * settings.epochs, settings.jackpot
+
+    def values(model, params):
+        take = functools.partial(logprobs.completion_logprobs, temperature=settings.temperature)
+        return jax.lax.map(lambda b: take(model, params, b, chunk=settings.token_chunk), batches)
+
+    def prior(old):
+        other = settings.actor_model is not None and state.actor is not None and updates > 1
+        return Prior(
+            old=old,
+            ref=None if reference is None else values(settings.model, reference),
+            actor=values(settings.actor_model, state.actor.params) if other else None,
+        )
+
+    if jackpot.rule == "none":
+        return prior(values(settings.model, state.params) if updates > 1 else None), None, None
+    lam = jnp.float32(jackpot.lam)
+    if jackpot.budget is not None:
+        old, mask = values(settings.model, state.params), completion_mask(batches)
+        lam = correction.budget_lambda(old, batches.sampler_logprobs, mask, jackpot.budget)
+    policy = settings.model, state.params
+    behaviour = behaviour_of(settings.model, state, settings.actor_model, settings.actor.dtype)
+    states = jax.lax.map(
+        lambda b: correction.tables(policy, behaviour, b, lam, jackpot, settings.temperature, settings.token_chunk),
+        batches,
+    )
+    return prior(states.target_logprobs), states, lam
+
+
+def _weigh(params, batches: TrainBatch, prior: Prior, states: obrs.States, lam, key, settings: Settings):
+    """(Weighed, sums) of a minibatch [micro, P', …], by its target's values now."""
+    old = None
+    if settings.jackpot.target == "new":
+        old = prior.old
+        states = jax.lax.map(
+            lambda x: correction.renewed(
+                (settings.model, params), *x, settings.temperature, settings.token_chunk
+            ),
+            (batches, states),
+        )
     mask = completion_mask(batches)
-    denominator = losses.loss_denominator(
-        mask, aggregate=settings.loss.aggregate, max_length=settings.max_length
-    )
-    grad = jax.value_and_grad(micro_loss, has_aux=True)
+    weighed, sums, kappa = correction.weigh(batches, mask, states, old, lam, key, settings.jackpot)
+    return weighed, {"obrs": sums, "kappa_sum": kappa, "lambda_sum": lam}
 
-    def one(carry, xs):
-        (_, sums), grads = grad(params, *xs, denominator, settings)
-        return jax.tree.map(jnp.add, carry, grads), sums
 
+def accumulate(state: LearnerState, batches: TrainBatch, prior: Prior, weighed, settings: Settings):
+    """((policy's, actor's or None) gradients, sums) of one minibatch [micro, P', …].
+
+    The denominators are the whole minibatch's.
+    """
+    mask = completion_mask(batches)
+    how = {"aggregate": settings.loss.aggregate, "max_length": settings.max_length}
+    plain = losses.loss_denominator(mask, **how)
+    denominator = plain
+    if weighed is not None and settings.jackpot.normalise == "accepted":
+        denominator = losses.loss_denominator(mask, weighed.accept, **how)
+    tokens = losses.loss_denominator(mask, aggregate="token")
+    grad = functools.partial(jax.value_and_grad, has_aux=True)
+
+    def gradients(xs):
+        batch, own_prior, own_weighed = xs
+        (_, (sums, hidden)), grads = grad(policy_loss)(
+            state.params, batch, own_prior, own_weighed, denominator, settings
+        )
+        if state.actor is None:
+            return (grads, None), sums
+        (_, more), actor_grads = grad(actor_loss)(
+            state.actor.params, batch, own_prior, state.params, hidden, (plain, tokens), settings
+        )
+        return (grads, actor_grads), sums | more
+
+    def one(total, xs):
+        grads, sums = gradients(xs)
+        return jax.tree.map(jnp.add, total, grads), sums
+
+    parts = batches, prior, weighed
     if mask.shape[0] == 1:
-        first = jax.tree.map(lambda x: x[0], (batches, old, ref))
-        (_, sums), grads = grad(params, *first, denominator, settings)
-        return grads, sums
+        return gradients(jax.tree.map(lambda x: x[0], parts))
+    params = state.params, None if state.actor is None else state.actor.params
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    grads, parts = jax.lax.scan(one, zeros, (batches, old, ref))
-    return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), _merge_stacked(parts)
+    grads, sums = jax.lax.scan(one, zeros, parts)
+    return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), _merge_stacked(sums, axes=1)
 
 
-def micro_loss(params, batch: TrainBatch, old, ref, denominator, settings: Settings):
-    """(loss, sums) of a micro-batch [P', K, T]: its share of the minibatch's loss."""
-    options, mask = settings.loss, completion_mask(batch)
-    new = _logprobs(params, batch, settings)
-    old = jax.lax.stop_gradient(new) if old is None else old
-    weights, importance = losses.importance_weights(
-        old,
-        batch.sampler_logprobs,
-        mask,
-        level=options.correction_level,
-        mode=options.correction,
-        low=options.correction_low,
-        high=options.correction_high,
-    )
-    shared = {
-        "aggregate": options.aggregate,
-        "denominator": denominator,
-        "max_length": settings.max_length,
-        "weights": weights,
-    }
-    loss, sums = losses.policy_loss(
-        new,
-        old,
-        batch.advantages,
-        mask,
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-        ratio=options.ratio,
-        objective=options.objective,
-        dual_clip=options.dual_clip,
-        **shared,
-    )
-    sums |= importance
-    gap = masked.fill(jnp.abs(jax.lax.stop_gradient(old) - batch.sampler_logprobs), mask)
-    sums["logprob_gap_sum"] = jnp.sum(gap)
-    sums["sampler_nll_sum"] = -jnp.sum(masked.fill(batch.sampler_logprobs, mask))
-    if ref is not None:
-        penalty, kl_sums = kl.kl_loss(new, ref, mask, kind=options.kl_kind, **shared)
-        loss += options.kl_coef * penalty
-        sums |= kl_sums
-    return loss, sums | {"total_loss": jax.lax.stop_gradient(loss)}
+def _apply(state: LearnerState, grads, optimizer, actor_optimizer):
+    """(state after one update of each learner, the norms of their gradients)."""
 
+    def one(own, gradient, transformation, actor):
+        changes, opt_state = transformation.update(gradient, own.opt_state, own.params)
+        params = optax.apply_updates(own.params, changes)
+        return LearnerState(params=params, opt_state=opt_state, updates=own.updates + 1, actor=actor)
 
-def completion_mask(batch: TrainBatch):
-    """bool[…, K, T]: real completion tokens, from the recorded lengths."""
-    return jnp.arange(batch.tokens.shape[-1]) < batch.lengths[..., None]
+    actor, norms = None, {"grad_norm_sum": optax.tree.norm(grads[0])}
+    if state.actor is not None:
+        actor = one(state.actor, grads[1], actor_optimizer, None)
+        norms["actor_grad_norm_sum"] = optax.tree.norm(grads[1])
+    return one(state, grads[0], optimizer, actor), norms
 
 
 def metrics(sums: dict) -> dict[str, float]:
     """Host-side means of a step's sums, under the names of metrics.jsonl."""
-    s = {name: float(value) for name, value in sums.items()}
+    s = {name: float(value) for name, value in sums.items() if name != "obrs"}
     tokens = max(s["tokens"], 1.0)
     out = {
         "train/loss": s["total_loss"] / s["updates"],
         "train/grad_norm": s["grad_norm_sum"] / s["updates"],
         "train/clip_frac": s["clipped_tokens"] / tokens,
         "train/ratio_max": s["ratio_max"],
-        "train/logprob_gap": s["logprob_gap_sum"] / tokens,
-        "train/sampler_nll": s["sampler_nll_sum"] / tokens,
+        "train/logprob_gap": s["logprob_gap_sum"] / max(s["importance_count"], 1.0),
+        "train/sampler_nll": s["sampler_nll_sum"] / max(s["importance_count"], 1.0),
         "train/tokens": s["tokens"],
         "train/importance_mean": s["importance_ratio_sum"] / max(s["importance_count"], 1.0),
         "train/importance_max": s["importance_ratio_max"],
     }
     if "kl_sum" in s:
         out["train/kl_ref"] = s["kl_sum"] / max(s["kl_tokens"], 1.0)
+    if "entropy_sum" in s:
+        out["train/entropy"] = s["entropy_sum"] / tokens
+    if "obrs" in sums:
+        out |= {f"jackpot/{name}": float(value) for name, value in obrs.summarise(sums["obrs"]).items()}
+        out |= {f"jackpot/{name}": s[f"{name}_sum"] / s["updates"] for name in ("kappa", "lambda")}
+    if "actor_tokens" in s:
+        actor_tokens = max(s["actor_tokens"], 1.0)
+        out |= {
+            "actor/loss": s["actor_total_loss"] / s["updates"],
+            "actor/grad_norm": s["actor_grad_norm_sum"] / s["updates"],
+            "actor/clip_frac": s["actor_clipped_tokens"] / actor_tokens,
+            "actor/logprob_gap": s["actor_logprob_gap_sum"] / actor_tokens,
+        }
+        if "actor_distill_sum" in s:
+            out["actor/distill_kl"] = s["actor_distill_sum"] / actor_tokens
     return out
 
 
-def _logprobs(params, batch: TrainBatch, settings: Settings):
-    return logprobs.completion_logprobs(
-        settings.model, params, batch, settings.temperature, settings.token_chunk
-    )
+def _merge_stacked(sums: dict, axes: int) -> dict:
+    """masked.merge_sums of what `axes` nested scans have stacked in front."""
+    over = tuple(range(axes))
 
+    def merge(path, x):
+        return (jnp.max if path[-1].key.endswith("_max") else jnp.sum)(x, axis=over)
 
-def _merge_stacked(sums: dict) -> dict:
-    """masked.merge_sums of what a scan has stacked: one scalar a name."""
-    return {name: jnp.max(x) if name.endswith("_max") else jnp.sum(x) for name, x in sums.items()}
+    return jax.tree_util.tree_map_with_path(merge, sums)
 
 
 def _split(tree, parts: int):
     """[P, …] → [parts, P / parts, …]; every part takes prompts of every device, so that none is idle."""
-    return jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), tree)
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1), tree)

@@ -65,7 +65,7 @@ AxisSize = Annotated[int, Range(low=-1)]
 class ModelOptions:
     path: str
     dtype: Annotated[str, OneOf(("float32", "bfloat16"))]
-    remat: Annotated[str, OneOf(("none", "layer"))]
+    remat: Annotated[str, OneOf(("none", "layer", "dots"))]
     token_chunk: Count
 
 
@@ -77,6 +77,7 @@ class TaskOptions:
     train_prompts: Count
     eval_prompts: Count
     mix: str
+    shots: CountOrOff
     shuffle_rewards: bool
 
 
@@ -92,6 +93,7 @@ class RolloutOptions:
     lanes: Count
     slots: Count
     segment: Count
+    max_rounds: Count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,31 @@ class AdvantageOptions:
     baseline: Annotated[str, OneOf(("mean", "loo"))]
     scale: Annotated[str, OneOf(("std", "none"))]
     eps: NonNegative
+    overlong_buffer: CountOrOff
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActorOptions:
+    path: str
+    dtype: Annotated[str, OneOf(("", "bfloat16", "int8"))]
+    learning_rate: NonNegative
+    loss_coef: NonNegative
+    distill_coef: NonNegative
+    distill_direction: Annotated[str, OneOf(("reverse", "forward"))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JackpotOptions:
+    rule: Annotated[str, OneOf(("none", "obrs"))]
+    target: Annotated[str, OneOf(("old", "new"))]
+    lam: Positive
+    budget: Annotated[float | None, Range(above=0, high=1)]
+    table: Annotated[str, OneOf(("union", "sampler"))]
+    top_k: Count
+    normaliser: Annotated[str, OneOf(("top_k", "exact"))]
+    normalise: Annotated[str, OneOf(("accepted", "proposed"))]
+    c1: Positive
+    c2: Positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,6 +170,8 @@ class LossOptions:
     correction_level: Annotated[str, OneOf(("token", "sequence"))]
     correction_low: NonNegative
     correction_high: Positive
+    entropy_coef: NonNegative
+    mask_truncated: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,6 +228,8 @@ class Config:
     budget: BudgetOptions
     cero: CeroOptions
     pods: PodsOptions
+    actor: ActorOptions
+    jackpot: JackpotOptions
     advantage: AdvantageOptions
     loss: LossOptions
     learner: LearnerOptions

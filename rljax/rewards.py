@@ -263,7 +263,7 @@ class StreamingScorer:
     def __call__(self, rollouts: Rollouts, rows: np.ndarray) -> None:
         """Submits the rows (numbers in rollouts) that have just ended."""
         ids = [rollouts.tokens[row, : rollouts.lengths[row]].tolist() for row in rows]
-        texts = [self._tokenizer.decode(row) for row in ids]
+        texts = [self._tokenizer.completion(row) for row in ids]
         examples = [self._prompts.examples[rollouts.group[row]] for row in rows]
         self._parts.append((rows, self._pool.submit(texts, examples)))
 

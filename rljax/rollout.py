@@ -25,6 +25,7 @@ def generate(
     temperature: float | Sequence[float] | None = None,
     lanes: int | None = None,
     slots: int | None = None,
+    top_logprobs: int = 0,
     on_finished: Callable[[Rollouts, np.ndarray], None] | None = None,
 ) -> Rollouts:
     """counts[P] completions of each prompt, by the options' limits, temperature and lanes × slots.
@@ -47,5 +48,6 @@ def generate(
         slots=options.slots if slots is None else slots,
         segment=options.segment,
         prompt_capacity=options.max_prompt_tokens,
+        top_logprobs=top_logprobs,
         on_finished=on_finished,
     )

@@ -17,10 +17,15 @@ from rljax.models import hf
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """inner: the transformers tokenizer. stop_ids: every id that ends a completion, ascending."""
+    """inner: the transformers tokenizer. stop_ids: every id that ends a completion, ascending.
+
+    eos_ids: those of them that the checkpoint names; the others hold the text `stop`.
+    """
 
     inner: Any
     stop_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]
+    stop: str = ""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of text, with the special tokens the tokenizer itself adds (a BOS, where it has one)."""
@@ -29,6 +34,23 @@ class Tokenizer:
     def decode(self, ids) -> str:
         """Text of ids, special tokens (stop ids among them) left out."""
         return self.inner.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def completion(self, ids) -> str:
+        """Text of a completion's ids, without what ended it: special tokens, and the text from `stop` on."""
+        text = self.decode(ids)
+        return text.partition(self.stop)[0] if self.stop else text
+
+    def stopping_at(self, text: str) -> Tokenizer:
+        """This tokenizer with every id whose token holds `text` among its stop ids; "" changes nothing.
+
+        Raises ValueError if no token holds the text: a completion could not end there.
+        """
+        if not text:
+            return self
+        holding = {i for i in range(len(self.inner)) if text in self.inner.decode([i])}
+        if not holding:
+            raise ValueError(f"no token of the vocabulary holds the stop text {text!r}; choose one that a token holds")
+        return dataclasses.replace(self, stop_ids=tuple(sorted({*self.stop_ids, *holding})), stop=text)
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn; a BOS comes from the template alone.
@@ -41,10 +63,10 @@ class Tokenizer:
         return list(self.inner(text, add_special_tokens=False)["input_ids"])
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the tokenizer's files, and generation_config.json with the stop ids, into a directory."""
+        """Writes the tokenizer's files, and generation_config.json with the EOS ids, into a directory."""
         self.inner.save_pretrained(path)
         file = pathlib.Path(path) / "generation_config.json"
-        file.write_text(json.dumps({"eos_token_id": list(self.stop_ids)}, indent=2) + "\n")
+        file.write_text(json.dumps({"eos_token_id": list(self.eos_ids)}, indent=2) + "\n")
 
 
 def load(path: str | os.PathLike, *, stop: tuple[int, ...] = ()) -> Tokenizer:
@@ -70,4 +92,5 @@ def load(path: str | os.PathLike, *, stop: tuple[int, ...] = ()) -> Tokenizer:
             f"{folder}: no eos_token_id in generation_config.json, config.json or tokenizer; "
             "completions could not end. Add one"
         )
-    return Tokenizer(inner, tuple(sorted(ids)))
+    eos = tuple(sorted(ids))
+    return Tokenizer(inner, eos, eos)

@@ -82,6 +82,7 @@ class TrainBatch:
     sampler_logprobs: float32[P, K, T], recorded by the sampler.
     advantages: float32[P, K].
     draws: uint32[P], samples: int32[P, K]: the coordinates of each row's random keys.
+    top_ids, top_logprobs: int32/float32[P, K, T, k] of the sampler's most likely tokens, k = 0 where not recorded.
     """
 
     prompt_tokens: Array
@@ -92,15 +93,21 @@ class TrainBatch:
     advantages: Array
     draws: Array
     samples: Array
+    top_ids: Array
+    top_logprobs: Array
 
 
 @pytree
 class LearnerState:
-    """Parameters, optimizer state and the int32 count of updates made."""
+    """Parameters, optimizer state and the int32 count of updates made.
+
+    actor: the LearnerState of the model that makes the rollouts, where it is another one than the policy.
+    """
 
     params: Any
     opt_state: Any
     updates: Array
+    actor: LearnerState | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax import budget, learner, metrics, rewards, sampling, sharding, tasks, train
+from rljax import budget, learner, metrics, rewards, sampling, step, tasks, train
 from rljax.config import KEYS, ConfigError
 from rljax.types import LearnerState, Rollouts
 
@@ -29,7 +29,7 @@ DATA = {
     "task.name": "arithmetic", "task.path": "x", "task.train_prompts": 11, "task.eval_prompts": 4,
     "rollout.max_prompt_tokens": 5,
 }  # fmt: skip
-ARITHMETIC = {"task.seed": 1, "task.mix": "add1:1"}
+ARITHMETIC = {"task.seed": 1, "task.mix": "add1:1", "task.shots": 1}
 ENGINE = {
     "seed": 1, "rollout.prompts": 2, "rollout.samples": 3, "rollout.max_new_tokens": 5, "rollout.lanes": 2,
     "rollout.temperature": 0.7, "rollout.slots": 5, "rollout.segment": 2, "eval.samples": 3,
@@ -38,7 +38,7 @@ ENGINE = {
 REFUSED = {"rollout.top_k": 5, "rollout.top_p": 0.9}  # on in training is an error; sampling_test has them on
 SELECTION = {
     "pods.rule": "max_reward", "pods.keep": 2, "pods.normalize_over": "all", "advantage.baseline": "loo",
-    "advantage.scale": "none", "advantage.eps": 0.1,
+    "advantage.scale": "none", "advantage.eps": 0.1, "loss.mask_truncated": True,
 }  # fmt: skip
 ALLOCATION = {
     "budget.rule": "uniform", "budget.rollouts": 90, "budget.epochs": 5, "cero.eta": 2.0,
@@ -54,13 +54,24 @@ PROGRAM = {
     "learner.minibatches": 1, "learner.epochs": 2, "learner.micro_batches": 2, "learner.learning_rate": 0.5,
     "learner.warmup_updates": 4, "learner.schedule": "constant", "learner.adam_b1": 0.8, "learner.adam_b2": 0.9,
     "learner.adam_eps": 1e-3, "learner.weight_decay": 0.1, "learner.max_grad_norm": 2.0,
+    "loss.entropy_coef": 0.1,
 }  # fmt: skip
 MESH = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 POOL = {"rewards.workers": 3, "rewards.cpu_seconds": 7.0, "rewards.memory_mb": 333}
 RUN = {"name": "other", "eval.every": 3, "checkpoint.every": 3, "checkpoint.keep": 1}
-ALONE = {"model.path": "nowhere", "task.shuffle_rewards": True}
+JACKPOT = {
+    "jackpot.rule": "none", "jackpot.target": "old", "jackpot.lam": 2.0, "jackpot.budget": 0.5,
+    "jackpot.table": "sampler", "jackpot.top_k": 3, "jackpot.normalise": "proposed", "jackpot.c1": 2.0,
+    "jackpot.c2": 2.0, "actor.learning_rate": 0.5, "actor.loss_coef": 0.5, "actor.distill_coef": 0.5,
+    "actor.distill_direction": "forward",
+}  # fmt: skip
+EXACT = {"jackpot.normaliser": "exact"}
+ALONE = {
+    "model.path": "nowhere", "task.shuffle_rewards": True, "actor.path": "tiny-actor", "actor.dtype": "int8",
+    "advantage.overlong_buffer": 2, "rollout.max_rounds": 3,
+}  # fmt: skip
 
-GROUPS = (DATA, ARITHMETIC, ENGINE, REFUSED, SELECTION, ALLOCATION, PROGRAM, MESH, POOL, RUN, ALONE)
+GROUPS = (DATA, ARITHMETIC, ENGINE, REFUSED, SELECTION, ALLOCATION, PROGRAM, JACKPOT, EXACT, MESH, POOL, RUN, ALONE)
 
 
 def test_every_key_is_in_one_group():
@@ -78,21 +89,13 @@ def config_of(run_config):
 
 
 @pytest.fixture
-def few_devices(monkeypatch):
-    """A mesh of as many of the devices as its sizes name."""
-    real = sharding.make_mesh
-
-    def make_mesh(data, fsdp=1, tensor=1, devices=None):
-        devices = jax.devices()[: data * fsdp * tensor] if devices is None else devices
-        return real(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
-
-    monkeypatch.setattr(sharding, "make_mesh", make_mesh)
-
-
-@pytest.fixture
 def no_learner(monkeypatch):
     """Parts without a compiled learner."""
-    monkeypatch.setattr(learner, "init", lambda params, optimizer: LearnerState(params=params, opt_state=(), updates=0))
+
+    def init(params, optimizer, actor=None):
+        return LearnerState(params=params, opt_state=(), updates=0, actor=actor)
+
+    monkeypatch.setattr(learner, "init", init)
     monkeypatch.setattr(learner, "make_step", lambda *_: None)
 
 
@@ -114,7 +117,7 @@ def test_data(config_of, few_devices, no_learner):
         return parts.stream.prompts.tokens, parts.held_out.tokens
 
     assert_each_changes(observe, config_of, DATA)
-    assert_each_changes(observe, config_of, ARITHMETIC, {"task.name": "arithmetic"})
+    assert_each_changes(observe, config_of, ARITHMETIC, {"task.name": "arithmetic", "rollout.max_prompt_tokens": 40})
 
 
 def test_engine(config_of, few_devices, no_learner, monkeypatch):
@@ -151,7 +154,7 @@ def stated_rollouts() -> Rollouts:
     return Rollouts(
         tokens=(7 * row % 5)[:, None].astype(np.int32), logprobs=zeros.astype(np.float32),
         lengths=np.ones(16, np.int32), group=(row // 4).astype(np.int32), sample=(row % 4).astype(np.int32),
-        truncated=row < 0, top_ids=zeros[..., None][..., :0], top_logprobs=zeros[..., None][..., :0],
+        truncated=row % 3 == 0, top_ids=zeros[..., None][..., :0], top_logprobs=zeros[..., None][..., :0],
     )  # fmt: skip
 
 
@@ -159,8 +162,8 @@ def test_selection(config_of, few_devices, no_learner):
     values = np.array([0, 1, 0.5, 0, 1, 1, 0, 0.25, 0, 0, 0, 1, 0.5, 0.4, 0.3, 1], np.float32)
 
     def observe(config):
-        kept = train.select(build(config)[0], 0, stated_rollouts(), 4, values)
-        return kept.indices.tolist(), kept.advantages.tolist()
+        kept = step.select(build(config)[0], 0, stated_rollouts(), 4, values)
+        return kept.indices.tolist(), kept.kept.tolist(), kept.advantages.tolist()
 
     assert_each_changes(observe, config_of, SELECTION)
 
@@ -174,12 +177,12 @@ def test_shuffled_rewards(config_of, few_devices, no_learner, monkeypatch):
             values = np.arange(num_rows, dtype=np.float32)
             return rewards.Scores(rewards=values, unscorable=0, errors=0, timeouts=0, first_error=None)
 
-    def select(parts, step, rollouts, num_prompts, rewards_R):
+    def select(parts, at, rollouts, num_prompts, rewards_R):
         raise Seen(rewards_R.tolist())
 
     monkeypatch.setattr(rewards, "StreamingScorer", Scorer)
     monkeypatch.setattr(sampling, "generate", lambda *_, **__: stated_rollouts())
-    monkeypatch.setattr(train, "select", select)
+    monkeypatch.setattr(step, "select", select)
     got = {}
     for shuffle in (False, True):
         parts, state = build(config_of({"task.shuffle_rewards": shuffle}))
@@ -198,40 +201,64 @@ def test_allocation(config_of):
     assert_each_changes(observe, config_of, ALLOCATION, {"budget.rule": "cero"})
 
 
-@dataclasses.dataclass(frozen=True)
-class Softmax:
-    """Logits are the parameter z; a model by the methods that the learner calls, quick to trace."""
-
-    def prefill(self, params, tokens, valid):
-        return None
-
-    def extend(self, params, tokens, valid, prefix):
-        return jnp.zeros((*tokens.shape, 1))
-
-    def unembed(self, params, hidden):
-        return hidden + params["z"]
-
-
-def test_program(config_of, few_devices, no_learner, make_batch, monkeypatch):
+def test_program(softmax_model, tiny_checkpoint, config_of, few_devices, no_learner, make_batch, monkeypatch):
     """The traced learner step of what train.build wires: loss, optimizer and model are parts of the program."""
     batch, z = make_batch(P=4, K=3, S=6, T=4), {"z": jnp.zeros(32)}
 
-    def make_step(settings, optimizer, state):
-        return settings, optimizer
+    def make_step(settings, optimizer, state, actor_optimizer):
+        return settings, optimizer, actor_optimizer
+
+    def small(optimizer, actor=None):
+        zero = jnp.zeros((), jnp.int32)
+        return LearnerState(params=z, opt_state=optimizer.init(z), updates=zero, actor=actor)
 
     def observe(config):
         parts, state = build(config)
-        settings, optimizer = parts.step
-        small = LearnerState(params=z, opt_state=optimizer.init(z), updates=jnp.zeros((), jnp.int32))
-        step = functools.partial(
-            learner.train_step, settings=dataclasses.replace(settings, model=Softmax()), optimizer=optimizer
+        settings, optimizer, actor_optimizer = parts.step
+        actor = small(actor_optimizer) if config.actor.path else None
+        whole = functools.partial(
+            learner.train_step,
+            settings=dataclasses.replace(settings, model=softmax_model, actor_model=softmax_model),
+            optimizer=optimizer,
+            actor_optimizer=actor_optimizer,
         )
         reference = None if parts.reference is None else z
         kind = settings.model, jax.tree.leaves(state.learner.params)[0].dtype, config.loss.kl_coef > 0
-        return kind, str(jax.make_jaxpr(step)(small, batch, reference))
+        return kind, str(jax.make_jaxpr(whole)(small(optimizer, actor), batch, reference, jax.random.key(0)))
 
     monkeypatch.setattr(learner, "make_step", make_step)
     assert_each_changes(observe, config_of, PROGRAM)
+    jackpot = {"loss.correction": "none", "jackpot.rule": "obrs", "actor.path": tiny_checkpoint}
+    assert_each_changes(observe, config_of, JACKPOT, jackpot | {"jackpot.target": "new"})
+    assert_each_changes(observe, config_of, EXACT, jackpot)
+
+
+def test_the_actor_makes_the_rollouts(config_of, few_devices, no_learner, monkeypatch):
+    """The parameters that the engine is given, by their shapes and types."""
+
+    def generate(model, params, *_, **__):
+        raise Seen(jax.tree.map(lambda p: (p.shape, str(p.dtype)), jax.tree.leaves(params)))
+
+    def observe(config):
+        parts, state = build(config)
+        grants = train.draw(parts, state, metrics.Stages())
+        with pytest.raises(Seen) as seen:
+            train.train_step(parts, state, grants, metrics.Stages())
+        return seen.value.args[0]
+
+    monkeypatch.setattr(sampling, "generate", generate)
+    keys = ("actor.path", "actor.dtype")
+    assert_each_changes(observe, config_of, {key: ALONE[key] for key in keys})
+
+
+def test_overlong_rewards_and_rounds(config_of):
+    seen = step.Experience(
+        prompts=(), rollouts=dataclasses.replace(stated_rollouts(), lengths=np.arange(16) % 5), rewards=np.zeros(16),
+        budget=(), draws=0, rounds=1, lines={},
+    )  # fmt: skip
+    _, _, lowered = step.informative(seen, config_of({"advantage.overlong_buffer": 2}))
+    np.testing.assert_array_equal(lowered, [0, 0, 0, -0.5, -1] * 3 + [0])
+    assert not step.informative(seen, config_of())[2].any()
 
 
 def test_mesh(config_of, few_devices, no_learner):

@@ -10,7 +10,8 @@ from ml_collections import ConfigDict
 from configs import default
 from rljax import config as config_lib
 from rljax import options
-from rljax.algos import advantages, down_sampling, kl, losses
+from rljax.algos import advantages, distillation, down_sampling, kl, losses, obrs
+from rljax.models import quantized
 
 # For each key a valid value that is not the default's, and what else must change for it to be valid.
 CHANGED = {
@@ -26,6 +27,7 @@ CHANGED = {
     "task.train_prompts": (512, {}),
     "task.eval_prompts": (64, {}),
     "task.mix": ("add:1", {}),
+    "task.shots": (2, {}),
     "task.shuffle_rewards": (True, {}),
     "rollout.prompts": (8, {}),
     "rollout.samples": (8, {}),
@@ -37,6 +39,7 @@ CHANGED = {
     "rollout.lanes": (4, {}),
     "rollout.slots": (4, {}),
     "rollout.segment": (5, {}),
+    "rollout.max_rounds": (3, {}),
     "budget.rule": ("cero", {}),
     "budget.rollouts": (4096, {}),
     "budget.epochs": (30, {}),
@@ -51,9 +54,26 @@ CHANGED = {
     "pods.rule": ("max_variance", {}),
     "pods.keep": (4, {"pods.rule": "max_variance"}),
     "pods.normalize_over": ("all", {}),
+    "actor.path": ("tiny-actor", {}),
+    "actor.dtype": ("int8", {}),
+    "actor.learning_rate": (1e-5, {}),
+    "actor.loss_coef": (0.5, {}),
+    "actor.distill_coef": (0.0, {}),
+    "actor.distill_direction": ("forward", {}),
+    "jackpot.rule": ("obrs", {"actor.dtype": "int8"}),
+    "jackpot.target": ("new", {}),
+    "jackpot.lam": (2.0, {}),
+    "jackpot.budget": (0.8, {}),
+    "jackpot.table": ("sampler", {}),
+    "jackpot.top_k": (5, {}),
+    "jackpot.normaliser": ("exact", {}),
+    "jackpot.normalise": ("proposed", {}),
+    "jackpot.c1": (2.0, {}),
+    "jackpot.c2": (2.0, {}),
     "advantage.baseline": ("loo", {}),
     "advantage.scale": ("none", {}),
     "advantage.eps": (1e-4, {}),
+    "advantage.overlong_buffer": (2, {}),
     "loss.objective": ("cispo", {}),
     "loss.ratio": ("sequence", {}),
     "loss.clip_low": (0.1, {}),
@@ -66,6 +86,8 @@ CHANGED = {
     "loss.correction_level": ("sequence", {}),
     "loss.correction_low": (0.5, {}),
     "loss.correction_high": (5.0, {}),
+    "loss.entropy_coef": (0.01, {}),
+    "loss.mask_truncated": (True, {}),
     "learner.learning_rate": (1e-6, {}),
     "learner.warmup_updates": (0, {}),
     "learner.schedule": ("cosine", {}),
@@ -161,7 +183,7 @@ def test_to_dict_survives_json():
     [
         ("rollout.sampels", "'rollout.samples'"),
         ("rolout.samples", "'rollout.samples'"),
-        ("learning_rate", "'learner.learning_rate'"),
+        ("learning_rate", "'actor.learning_rate' or 'learner.learning_rate'"),
         ("leerning_rate", "'learner.learning_rate'"),
         ("samples", "'rollout.samples' or 'eval.samples'"),
         ("sead", "'seed'"),
@@ -266,6 +288,9 @@ CHOICES = {
     "loss.kl_kind": kl.ESTIMATORS,
     "loss.correction": losses.MODES,
     "loss.correction_level": losses.LEVELS,
+    "jackpot.normalise": obrs.NORMALISE,
+    "actor.distill_direction": distillation.DIRECTIONS,
+    "actor.dtype": quantized.COPIES,
 }
 
 
@@ -282,6 +307,7 @@ def test_a_near_choice_is_suggested():
 
 CERO = {"budget.rule": "cero"}
 PODS = {"pods.rule": "max_variance"}
+OBRS = {"jackpot.rule": "obrs", "actor.path": "tiny-actor"}
 
 
 @pytest.mark.parametrize(
@@ -297,6 +323,13 @@ PODS = {"pods.rule": "max_variance"}
         (CERO | {"task.train_prompts": 100, "budget.rollouts": 8_001}, ["100 * 5 * 16 = 8000"]),
         (PODS | {"pods.keep": 17}, ["pods.keep = 17 is more than rollout.samples = 16", "lower pods.keep"]),
         ({"pods.keep": 8}, ["pods.keep = 8 contradicts pods.rule = 'all'", "set pods.keep to 16"]),
+        ({"jackpot.rule": "obrs"}, ["nothing to correct", "set actor.path or actor.dtype"]),
+        ({"jackpot.rule": "obrs", "learner.epochs": 2}, ["nothing to correct", "jackpot.target = 'new'"]),
+        (OBRS | {"actor.dtype": "int8"}, ["actor.dtype = 'int8'", "actor.path = 'tiny-actor'", "set one of them"]),
+        (OBRS | {"loss.correction": "truncate"}, ["loss.correction = 'truncate'", "both weigh tokens"]),
+        (OBRS | {"jackpot.normaliser": "exact", "jackpot.target": "new"}, ["jackpot.normaliser = 'exact'", "'top_k'"]),
+        (OBRS | {"jackpot.normaliser": "exact", "jackpot.table": "sampler"}, ["jackpot.table = 'sampler'"]),
+        ({"advantage.overlong_buffer": 7}, ["advantage.overlong_buffer = 7", "rollout.max_new_tokens = 6"]),
         (PODS | {"pods.keep": 1}, ["pods.keep = 1", "group of one", "keep at least 2"]),
         ({"loss.correction_low": 3.0}, ["loss.correction_low = 3.0 is above loss.correction_high = 2.0"]),
         ({"loss.objective": "cispo", "loss.dual_clip": 3.0}, ["loss.dual_clip = 3.0 has no effect"]),

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from configs import default, presets
+from configs import default, jackpot, presets
 from rljax import config as config_lib
 
 FOLDER = pathlib.Path(default.__file__).parent
@@ -42,7 +42,9 @@ def test_an_experiment_says_what_it_is_and_how_it_is_run(path):
 def test_an_unknown_preset_is_told_with_the_known_ones(path):
     with pytest.raises(ValueError) as caught:
         load(path).get_config("tony")
-    known = ", ".join(presets.PRESETS)
+    module = load(path)
+    own = getattr(module, "PEERS", jackpot.PEERS if path.stem == "full" else {})
+    known = ", ".join(presets.PRESETS | own)
     assert str(caught.value) == f"unknown preset 'tony' (did you mean 'tiny'?); known presets: {known}"
 
 
@@ -71,3 +73,26 @@ def test_cero_spends_its_budget_by_price():
     # A budget that binds: less than every prompt's N_max in every epoch.
     most = config.task.train_prompts * config.budget.epochs * config.rollout.samples
     assert config.budget.rollouts < most
+
+
+@pytest.mark.parametrize("peer", jackpot.PEERS)
+def test_jackpots_peers_differ_in_the_correction_alone(peer):
+    config, own = experiment("jackpot", peer), experiment("jackpot")
+    assert config.name == f"jackpot-{peer}"
+    corrections = config.jackpot.rule, config.loss.correction, config.actor.distill_coef > 0, config.actor.path
+    want = {
+        "none": ("none", "none", False, "tiny-actor"),
+        "tis": ("none", "truncate", False, "tiny-actor"),
+        "tis_kl": ("none", "truncate", True, "tiny-actor"),
+        "kl_only": ("none", "none", True, "tiny-actor"),
+        "on_policy": ("none", "none", True, ""),
+        "stale": ("obrs", "none", True, ""),
+    }
+    assert corrections == want[peer]
+    assert (config.rollout, config.budget, config.task) == (own.rollout, own.budget, own.task)
+
+
+def test_full_is_all_three():
+    config = experiment("full")
+    assert config.budget.rule == "cero" and config.jackpot.rule == "obrs" and config.pods.rule == "max_variance"
+    assert config.actor.path == "tiny-actor" and config.pods.keep < config.rollout.samples

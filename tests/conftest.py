@@ -1,6 +1,8 @@
 """Eight virtual CPU devices for every test, and what several files share: tiny models, a task, a config."""
 
+import dataclasses
 import os
+import pathlib
 import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -11,10 +13,13 @@ os.environ["XLA_FLAGS"] = " ".join([
 ])  # fmt: skip
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from rljax import config as config_lib
+from rljax import sharding
 from rljax.models import hf
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Model
@@ -94,6 +99,25 @@ def random_model():
     return model, init(jax.random.key(0))
 
 
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """Logits are the parameter z itself, at every position; a model by the methods that the learner calls."""
+
+    def prefill(self, params, tokens, valid):
+        return None
+
+    def extend(self, params, tokens, valid, prefix):
+        return jnp.zeros((*tokens.shape, 1))
+
+    def unembed(self, params, hidden):
+        return hidden + params["z"]
+
+
+@pytest.fixture(scope="session")
+def softmax_model():
+    return Softmax()
+
+
 @pytest.fixture(scope="session")
 def make_batch():
     """make_batch(prompts, rows, …): a TrainBatch of ragged random rows, with padding rows and prompts."""
@@ -114,6 +138,8 @@ def make_batch():
             advantages=rng.normal(size=(P, K)).astype(np.float32),
             draws=np.arange(P, dtype=np.uint32),
             samples=np.tile(np.arange(K, dtype=np.int32), (P, 1)),
+            top_ids=np.zeros((P, K, T, 0), np.int32),
+            top_logprobs=np.zeros((P, K, T, 0), np.float32),
         )
 
     return make
@@ -133,6 +159,16 @@ def tiny_checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def actor_checkpoint(tmp_path_factory, tiny_checkpoint):
+    """Folder of another random decoder with tiny_checkpoint's tokenizer, one layer less."""
+    folder = tmp_path_factory.mktemp("actor") / "actor"
+    config = hf.read_config(pathlib.Path(tiny_checkpoint))
+    model = Model(dataclasses.replace(config, num_layers=1))
+    hf.save(folder, model, jax.jit(model.init)(jax.random.key(2)))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
 def tiny_tasks(tmp_path_factory):
     """Name of an importable module with the functions of TASKS, here and in grading processes."""
     folder = tmp_path_factory.mktemp("tasks")
@@ -140,6 +176,30 @@ def tiny_tasks(tmp_path_factory):
     sys.path.insert(0, str(folder))
     yield "rljax_test_tasks"
     sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def few_devices(tmp_path_factory):
+    """A mesh of as many devices as its sizes name (-1: one), and one compilation for equal programs."""
+
+    def make_mesh(data, fsdp=1, tensor=1, devices=None):
+        data = max(1, data)
+        devices = jax.devices()[: data * fsdp * tensor] if devices is None else devices
+        return real(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
+
+    real = sharding.make_mesh
+    options = {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persistent_cache_min_entry_size_bytes": -1}
+    before = {name: getattr(jax.config, name) for name in (*options, "jax_compilation_cache_dir")}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    compilation_cache.reset_cache()  # it reads the folder's name at its next use
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "make_mesh", make_mesh)
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,8 @@ PARTS = (
 TABLE = {
     "": (),
     "main": ("", "config", "train", "evaluate", "report", "plan"),
-    "train": ("runs", "evaluate", "budget", *STAGES, *PARTS),
+    "train": ("runs", "evaluate", "budget", "objectives", "step", *STAGES, *PARTS),
+    "step": ("budget", *STAGES, *PARTS),  # train's, one step of it
     "runs": ("config", "metrics", *PARTS),
     "evaluate": (*STAGES, *PARTS),
     "report": ("config", *STAGES, *PARTS),
@@ -30,10 +31,13 @@ TABLE = {
     "options": (),
     # Stages take their block of the config as a frozen dataclass, and import no other stage but these.
     "rollout": ("sampling", *PARTS),
+    "learner": ("objectives", "correction", *PARTS),
+    "objectives": ("correction", *PARTS),
+    "correction": PARTS,
     "sampling": ("drawing", "slots", *PARTS),
     "budget": ("prompts", *PARTS),  # draws from the stream until a step's slots are full
     "rewards": ("reward_server", *PARTS),
-    **dict.fromkeys([stage for stage in STAGES if stage not in ("rollout", "sampling", "rewards")], PARTS),
+    **dict.fromkeys([stage for stage in STAGES if stage not in ("rollout", "sampling", "rewards", "learner")], PARTS),
     "drawing": ("models", "models.*"),
     "slots": ("types",),
     "reward_server": (),
@@ -42,6 +46,7 @@ TABLE = {
     "tokenizer": ("types", "sharding", "models.gguf", "models.hf"),  # hf finds a checkpoint's folder by name
     "tasks": ("tasks.*",),  # not types or sharding: grading processes import tasks, and never jax
     "tasks.*": ("tasks", "tasks.*"),
+    "models.logprobs": ("types", "algos", "algos.*"),
     "models": ("types", "sharding", "models.*"),
     "models.*": ("types", "sharding", "models", "models.*"),
     "algos": ("algos.*",),

@@ -9,20 +9,16 @@ import numpy as np
 import optax
 import pytest
 
+from configs import default
+from rljax import config as config_lib
 from rljax import learner, sharding
 from rljax.algos import down_sampling
-from rljax.options import LearnerOptions, LossOptions
+from rljax.objectives import Settings
 from rljax.types import TrainBatch
 
-LOSS = LossOptions(
-    objective="ppo", ratio="token", clip_low=0.2, clip_high=0.28, dual_clip=None, aggregate="token",
-    kl_coef=0.0, kl_kind="k2", correction="none", correction_level="token", correction_low=0.0,
-    correction_high=2.0,
-)  # fmt: skip
-ADAMW = LearnerOptions(
-    learning_rate=1e-2, warmup_updates=0, schedule="constant", adam_b1=0.9, adam_b2=0.99, adam_eps=1e-8,
-    weight_decay=0.0, max_grad_norm=1.0, minibatches=1, epochs=1, micro_batches=1,
-)  # fmt: skip
+DEFAULT = config_lib.resolve(default.get_config())
+LOSS = DEFAULT.loss
+ADAMW = dataclasses.replace(DEFAULT.learner, learning_rate=1e-2, warmup_updates=0)
 # An optimizer that changes nothing and whose state is the gradient it was given.
 RECORD = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params),
@@ -31,9 +27,12 @@ RECORD = optax.GradientTransformation(
 MESHES = {"1": {}, "data 2, fsdp 2": dict(data=2, fsdp=2), "all 2": dict(data=2, fsdp=2, tensor=2)}
 
 
-def settings(model, loss=LOSS, **changes) -> learner.Settings:
-    base = dict(temperature=0.7, token_chunk=16, max_length=9, micro_batches=1, minibatches=1, epochs=1)
-    return learner.Settings(model=model, loss=loss, **base | changes)
+def settings(model, loss=LOSS, **changes) -> Settings:
+    base = dict(
+        jackpot=DEFAULT.jackpot, actor=DEFAULT.actor, actor_model=None, temperature=0.7, token_chunk=16, max_length=9,
+        micro_batches=1, minibatches=1, epochs=1,
+    )  # fmt: skip
+    return Settings(model=model, loss=loss, **base | changes)
 
 
 def mesh_of(data=1, fsdp=1, tensor=1):
@@ -150,20 +149,6 @@ def test_what_stands_in_padding_weighs_nothing(random_model, make_batch, whole):
 # ---- hand values: a policy that is one softmax, whatever came before
 
 
-@dataclasses.dataclass(frozen=True)
-class Softmax:
-    """Logits are the parameter z itself, at every position; a model by the methods that the learner calls."""
-
-    def prefill(self, params, tokens, valid):
-        return None
-
-    def extend(self, params, tokens, valid, prefix):
-        return jnp.zeros((*tokens.shape, 1))
-
-    def unembed(self, params, hidden):
-        return hidden + params["z"]
-
-
 def rows(*tokens, advantages, sampler=0.5) -> TrainBatch:
     """Each row its own prompt. sampler: probability of every token when it was sampled."""
     width = max(map(len, tokens))
@@ -178,25 +163,32 @@ def rows(*tokens, advantages, sampler=0.5) -> TrainBatch:
         advantages=np.array(advantages, np.float32)[:, None],
         draws=np.arange(n, dtype=np.uint32),
         samples=np.zeros((n, 1), np.int32),
+        top_ids=np.zeros((*padded.shape, 0), np.int32),
+        top_logprobs=np.zeros((*padded.shape, 0), np.float32),
     )
 
 
-def softmax_step(batch, *, z=(0.0, 0.0), optimizer=RECORD, reference=None, loss=LOSS, **changes):
+@pytest.fixture
+def softmax_step(softmax_model):
+    return functools.partial(step_of, softmax_model)
+
+
+def step_of(model, batch, *, z=(0.0, 0.0), optimizer=RECORD, reference=None, loss=LOSS, **changes):
     """(new z, optimizer state, metrics) of one step from logits z."""
     state = learner.init({"z": jnp.array(z)}, optimizer)
     changes = dict(temperature=1.0) | changes
-    step = learner.make_step(settings(Softmax(), loss, **changes), optimizer, state)
+    step = learner.make_step(settings(model, loss, **changes), optimizer, state)
     state, sums = step(state, batch, reference)
     return state.params["z"], state.opt_state, learner.metrics(jax.device_get(sums))
 
 
-def test_first_update_has_ratio_one_and_the_policy_gradient():
+def test_first_update_has_ratio_one_and_the_policy_gradient(softmax_step):
     _, grad, line = softmax_step(rows([0], advantages=[1.0]))
     assert line["train/loss"] == -1.0 and line["train/ratio_max"] == 1.0
     np.testing.assert_allclose(grad["z"], [-0.5, 0.5], atol=1e-7)
 
 
-def test_temperature_scales_logits_and_gradient():
+def test_temperature_scales_logits_and_gradient(softmax_step):
     """z = [2, 0] at temperature .5: p(1) = 1 / (1 + e⁴), log -4.018; dlog p/dz = [-p₀, 1 - p₁] / .5."""
     batch = rows([1], advantages=[1.0], sampler=np.exp(-4.0181499))
     _, grad, line = softmax_step(batch, z=(2.0, 0.0), temperature=0.5)
@@ -204,7 +196,7 @@ def test_temperature_scales_logits_and_gradient():
     np.testing.assert_allclose(grad["z"], [2 * 0.98201379, -2 * 0.98201379], rtol=1e-5)
 
 
-def test_token_mean_is_of_the_whole_minibatch():
+def test_token_mean_is_of_the_whole_minibatch(softmax_step):
     """One token of loss 4 in one micro-batch, three of 0 in the other: 1.0, not 2.0 or .5."""
     batch = rows([0], [1, 1, 1], advantages=[-4.0, 0.0])
     for micro_batches in (1, 2):
@@ -214,7 +206,7 @@ def test_token_mean_is_of_the_whole_minibatch():
 
 
 @pytest.mark.parametrize("aggregate, loss", [("token", -3 / 4), ("sequence", -1 / 2), ("constant", -3 / 18)])
-def test_aggregates(aggregate, loss):
+def test_aggregates(softmax_step, aggregate, loss):
     """Rows of 1 and 3 tokens, only the long one has an advantage; constant divides by 2 rows × 9 places."""
     batch = rows([0], [1, 1, 1], advantages=[0.0, 1.0])
     for micro_batches in (1, 2):
@@ -224,7 +216,7 @@ def test_aggregates(aggregate, loss):
 
 
 @pytest.mark.parametrize("how", [{"epochs": 2}, {"minibatches": 2}])
-def test_old_logprobs_predate_the_first_of_several_updates(how):
+def test_old_logprobs_predate_the_first_of_several_updates(softmax_step, how):
     """z goes to ±.5 by the first update; the second has ratio σ(1)/.5 = 1.4621 and gradient -1.4621·(1 - σ(1))."""
     batch = rows([0], [0], advantages=[1.0, 1.0])
     sgd = optax.sgd(1.0)
@@ -238,7 +230,7 @@ def test_old_logprobs_predate_the_first_of_several_updates(how):
 
 
 @pytest.mark.parametrize("kind, gradient_of_z0", [("k1", 0.0), ("k2", -0.3466), ("k3", -0.30)])
-def test_kl_gradient_is_that_of_enumeration(kind, gradient_of_z0):
+def test_kl_gradient_is_that_of_enumeration(softmax_step, kind, gradient_of_z0):
     """π = (.5, .5), ref = (.8, .2): KL .2231, dKL/dz₀ -.3466. Both actions once is the exact expectation."""
     loss = dataclasses.replace(LOSS, kl_coef=1.0, kl_kind=kind)
     reference = {"z": jnp.log(jnp.array([0.8, 0.2]))}
@@ -267,7 +259,7 @@ def test_kl_gradient_is_that_of_enumeration(kind, gradient_of_z0):
         (dict(correction="truncate", correction_level="sequence", correction_high=99.0), 16.0),
     ],
 )
-def test_importance_weights_reach_the_loss(how, weight):
+def test_importance_weights_reach_the_loss(softmax_step, how, weight):
     """Two tokens, each of probability .5 now and .125 when sampled: ratio 4 a token, 16 the sequence."""
     batch = rows([0, 1], advantages=[1.0], sampler=0.125)
     _, _, line = softmax_step(batch, loss=dataclasses.replace(LOSS, **how))

@@ -93,6 +93,21 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path):
         tokenizer.load(tmp_path / "model")
 
 
+def test_a_stop_text_ends_completions_and_is_no_part_of_them(folder, tmp_path):
+    t = tokenizer.load(folder)
+    assert t.stopping_at("") is t
+    newline = t.stopping_at("\n")
+    (added,) = set(newline.stop_ids) - set(t.stop_ids)
+    assert t.decode([added]) == "\n"
+    ids = t.encode("85\nrest")
+    assert newline.completion(ids) == "85" and t.completion(ids) == "85\nrest"
+    assert newline.completion([*t.encode("85"), EOS]) == "85"
+    with pytest.raises(ValueError, match="no token of the vocabulary holds the stop text 'END'"):
+        t.stopping_at("END")
+    newline.save(tmp_path / "export")  # the text is the task's, not the model's
+    assert tokenizer.load(tmp_path / "export").stop_ids == t.stop_ids
+
+
 def test_save_keeps_the_tokenizer_and_all_stop_ids(folder, tmp_path):
     t = tokenizer.load(folder, stop=(END,))
     t.save(tmp_path / "export")

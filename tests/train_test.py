@@ -11,9 +11,8 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
-from rljax import checkpoint, rollout, runs, sharding, tokenizer, train
+from rljax import checkpoint, rollout, runs, tokenizer, train
 from rljax.config import ConfigError
 from rljax.models import hf
 
@@ -26,6 +25,9 @@ ALGORITHMS = {
     },
 }  # fmt: skip
 LAST = 6  # steps of 4 prompts × 4 rollouts that the budget of 96 allows; three are an epoch of 12 prompts
+
+
+pytestmark = pytest.mark.usefixtures("few_devices")
 
 
 class Stopped(Exception):
@@ -82,30 +84,6 @@ def play(config, folder, stop_after=None) -> Record:
             with pytest.raises(Stopped):
                 train.run(config, folder)
     return Record(folder, output.getvalue(), summary, states, calls)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_devices(tmp_path_factory):
-    """A mesh of as many devices as its sizes name (-1: one), and one compilation for equal programs."""
-
-    def make_mesh(data, fsdp=1, tensor=1, devices=None):
-        data = max(1, data)
-        devices = jax.devices()[: data * fsdp * tensor] if devices is None else devices
-        return real(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
-
-    real = sharding.make_mesh
-    options = {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persistent_cache_min_entry_size_bytes": -1}
-    before = {name: getattr(jax.config, name) for name in (*options, "jax_compilation_cache_dir")}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    compilation_cache.reset_cache()  # it reads the folder's name at its next use
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "make_mesh", make_mesh)
-        yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

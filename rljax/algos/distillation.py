@@ -28,10 +28,12 @@ from rljax.algos.masked import as_float, check_same_shape, choose
 
 def _divergence(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
     """KL(p‖q) over the last axis. A token with p = 0 adds 0 to the value and to the gradient."""
-    support = log_p > -jnp.inf
+    support, never = log_p > -jnp.inf, log_q == -jnp.inf
     log_p = jnp.where(support, log_p, 0.0)
-    log_ratio = log_p - jnp.where(support, log_q, 0.0)
-    return jnp.sum(jnp.where(support, jnp.exp(log_p) * log_ratio, 0.0), axis=-1)
+    log_ratio = log_p - jnp.where(support & ~never, log_q, 0.0)
+    divergence = jnp.sum(jnp.where(support, jnp.exp(log_p) * log_ratio, 0.0), axis=-1)
+    # ∞ as a constant: the derivative of an infinite term is NaN, and would make NaN of every parameter.
+    return jnp.where((support & never).any(-1), jnp.inf, divergence)
 
 
 DIRECTIONS = {
@@ -46,8 +48,8 @@ def kl(actor_logits: ArrayLike, policy_logits: ArrayLike, *, direction: str = "r
     actor_logits, policy_logits: float[..., V] of the same vocabulary, temperature applied; a padded column is
     -inf in both. direction: "reverse" is KL(actor‖policy), "forward" KL(SG(policy)‖actor).
     actor=(.5,.5), policy=(.8,.2): reverse .2231, forward .1927.
-    Infinite where the first distribution has a token that the second never has. Raises ValueError for an
-    unknown direction or unlike shapes.
+    Infinite, with gradient 0, where the first distribution has a token that the second never has. Raises
+    ValueError for an unknown direction or unlike shapes.
     """
     divergence = choose(DIRECTIONS, direction, "direction")
     check_same_shape(actor_logits=actor_logits, policy_logits=policy_logits)

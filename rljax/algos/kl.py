@@ -48,7 +48,7 @@ def kl_estimate(logprobs: ArrayLike, ref_logprobs: ArrayLike, kind: str) -> jax.
     """k1, k2 or k3 (module docstring) of each token. No mask: see ``kl_loss``.
 
     logprobs, ref_logprobs: float[...], of the same tokens, in nats. Returns float32[...] in nats. The
-    gradient goes to logprobs only. k3 is constant below r = -20.
+    gradient goes to logprobs only. k3 is constant below r = -20. Not finite for tokens of probability 0.
     Raises ValueError for an unknown kind or unlike shapes.
     """
     estimator = choose(ESTIMATORS, kind, "kind")

@@ -35,6 +35,7 @@ from rljax.algos.masked import as_float, bounded_exp, check_same_shape, choose, 
 
 _HALVINGS = 60  # of log λ; the closed form on the last bracket removes what they leave
 _MAX_LOG_LAMBDA = 69.0  # λ in [1e-30, 1e30]
+_MAX_WEIGHT = 1e18  # e^20 e^20 is below, and its square within float32
 _ATTAINABLE_SLACK = 1e-5  # a sum of float32 probabilities misses 1 by as much
 
 # Weights are counted in bins of equal width of log2 w, so that percentiles can be had from sums.
@@ -196,16 +197,17 @@ def jackpot_weights(
     target_logprobs, actor_logprobs: float[...], log p and log q of the sampled tokens. z: float[...], Z_t,
     exact or κ Z_approx; only "accepted" uses it. old_logprobs: log p_old where the target is the new policy;
     None where the target is the old one, whose second factor is 1. c1, c2: upper bounds; math.inf is none.
-    p=(.6,.3,.1), q=(.2,.3,.5), λ=1 → (1.8,.6,.6). Ratios are held in e^±20. A weight that is not a finite
-    number is 0 (``weight_sums`` counts them). Raises ValueError for an unknown name, bounds <= 0, or no z.
+    p=(.6,.3,.1), q=(.2,.3,.5), λ=1 → (1.8,.6,.6). Ratios are held in e^±20. A weight that is not a number, or
+    above 1e18 as only λ can make it, is 0 (``weight_sums`` counts them). Raises ValueError for an unknown name,
+    bounds <= 0, or no z.
     """
     factor, correction = _factors(target_logprobs, actor_logprobs, lam, z, old_logprobs, c1, c2, normalise)
     w = jnp.minimum(factor, c1) * jnp.minimum(correction, c2)
-    return lax.stop_gradient(jnp.where(jnp.isfinite(w), w, 0.0))
+    return jnp.where(w <= _MAX_WEIGHT, w, 0.0)
 
 
 def _factors(target_logprobs, actor_logprobs, lam, z, old_logprobs, c1, c2, normalise):
-    """Both factors of the weight before their bounds."""
+    """Both factors of the weight before their bounds, without gradient."""
     _check_lambda(lam)
     for name, bound in (("c1", c1), ("c2", c2)):
         if not isinstance(bound, jax.core.Tracer) and not bound > 0:
@@ -215,9 +217,8 @@ def _factors(target_logprobs, actor_logprobs, lam, z, old_logprobs, c1, c2, norm
     target = as_float(target_logprobs)
     ratio = bounded_exp(target - as_float(actor_logprobs))
     factor = choose(NORMALISE, normalise, "normalise")(ratio, lam, z)
-    if old_logprobs is None:
-        return factor, jnp.ones_like(factor)
-    return factor, bounded_exp(as_float(old_logprobs) - target)
+    moved = jnp.zeros_like(factor) if old_logprobs is None else as_float(old_logprobs) - target
+    return lax.stop_gradient((factor, bounded_exp(moved)))
 
 
 @jax.tree_util.register_dataclass
@@ -271,17 +272,22 @@ def divergences(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(KL(p‖q), KL(p‖q̃), Z): float32[...] each, of log p and log q over the whole vocabulary.
 
-    target_logprobs, actor_logprobs: float[..., V]. Infinite where p has tokens that q never proposes.
-    KL(p‖q̃) = Σ p log(max(λ, p/q)) + log Z, and KL(p‖q) - KL(p‖q̃) <= -log Z.
+    target_logprobs, actor_logprobs: float[..., V]. Both are infinite where p has tokens that q never proposes.
+    KL(p‖q̃) = Σ p log(max(λ, p/q)) + log Z, and KL(p‖q) - KL(p‖q̃) <= -log Z. log Z is a logsumexp: of models far
+    apart, Z itself may be below the smallest float32. No gradient.
     p=(.6,.3,.1), q=(.2,.3,.5), λ=1 → (.498, .148, .6).
     """
-    log_p, log_q = as_float(target_logprobs), as_float(actor_logprobs)
-    p, support = jnp.exp(log_p), log_p > -jnp.inf
-    log_ratio = jnp.where(support, log_p - jnp.where(support, log_q, 0.0), 0.0)
-    z = normaliser(p, jnp.exp(log_q), lam)
-    before = (p * log_ratio).sum(-1)
-    after = (p * jnp.where(support, jnp.maximum(jnp.log(lam), log_ratio), 0.0)).sum(-1) + jnp.log(z)
-    return before, after, z
+    log_p, log_q = lax.stop_gradient((as_float(target_logprobs), as_float(actor_logprobs)))
+    log_lam, support, never = jnp.log(lam), log_p > -jnp.inf, log_q == -jnp.inf
+    log_ratio = log_p - jnp.where(never, 0.0, log_q)
+    log_z = jax.nn.logsumexp(jnp.minimum(log_q, log_p - log_lam), axis=-1)
+
+    def expected(values):
+        total = jnp.where(support, jnp.exp(log_p) * values, 0.0).sum(-1)
+        return jnp.where((support & never).any(-1), jnp.inf, total)
+
+    after = expected(jnp.maximum(log_lam, log_ratio) + log_z[..., None])
+    return expected(log_ratio), after, jnp.exp(log_z)
 
 
 def weight_sums(
@@ -298,7 +304,7 @@ def weight_sums(
     factor, correction = _factors(target_logprobs, actor_logprobs, lam, z, old_logprobs, c1, c2, normalise)
     w = jnp.minimum(factor, c1) * jnp.minimum(correction, c2)
     kept = jnp.asarray(mask, bool) & jnp.asarray(accept, bool)
-    fine = kept & jnp.isfinite(w)
+    fine = kept & (w <= _MAX_WEIGHT)
     w = fill(w, fine)
     position = (jnp.log2(jnp.maximum(w, 2.0**-_OCTAVES)) + _OCTAVES) * _BINS_PER_OCTAVE
     bins = 2 * _OCTAVES * _BINS_PER_OCTAVE
@@ -337,7 +343,8 @@ def summarise(sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         accepted = sums["accepted"]
         out["acceptance"] = safe_divide(accepted, sums["proposed"])
         out["weight_mean"] = safe_divide(sums["weight"], accepted)
-        out["ess"] = safe_divide(jnp.square(sums["weight"]), accepted * sums["weight_sq"])
+        # A product of two means, since the squares of large sums overflow.
+        out["ess"] = out["weight_mean"] * safe_divide(sums["weight"], sums["weight_sq"])
         out |= {name: safe_divide(sums[name], accepted) for name in ("at_c1", "at_c2")}
         out["degenerate"] = sums["degenerate"]
         out |= {f"weight_p{share}": _percentile(sums["weight_bins"], share / 100) for share in (50, 90, 99)}

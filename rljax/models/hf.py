@@ -86,6 +86,8 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
     missing = [k for k in needed if k not in c]
     if missing:
         raise ValueError(f"{file} lacks {', '.join(missing)}")
+    if c.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{file}: hidden_act={c['hidden_act']!r} is not supported; known: silu")
     rope = c.get("rope_parameters") or {}
     heads = c["num_attention_heads"]
     return ModelConfig(
@@ -109,11 +111,14 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
 
 
 def _sliding_window(c: dict, file: pathlib.Path) -> int | None:
-    """The window of every layer, or None. Qwen's first max_window_layers layers (default 28) have none."""
-    is_qwen, layers = c["model_type"] != "llama", c["num_hidden_layers"]
-    if c.get("sliding_window") is None or not c.get("use_sliding_window", not is_qwen):
+    """The window of every layer, or None. Qwen's first max_window_layers layers (default 28) have none.
+
+    Llama never has one: transformers' takes no notice of these keys.
+    """
+    layers = c["num_hidden_layers"]
+    if c["model_type"] == "llama" or c.get("sliding_window") is None or not c.get("use_sliding_window", False):
         return None
-    sliding = max(0, layers - c.get("max_window_layers", 28)) if is_qwen else layers
+    sliding = max(0, layers - c.get("max_window_layers", 28))
     if c.get("layer_types") is not None:
         sliding = c["layer_types"].count("sliding_attention")
     if 0 < sliding < layers:

@@ -1,10 +1,12 @@
-"""Log-probabilities of tokens: the one function of sampler and learner, and its form by chunks of tokens."""
+"""Log-probabilities of tokens: the one function of sampler and learner, and completions after a shared prompt."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
+from rljax.algos import kl
+from rljax.algos.distillation import scan_chunks
 from rljax.types import Array
 
 
@@ -25,29 +27,30 @@ def token_logprobs(logits, ids, temperature: Array | float = 1.0):
     return chosen - jax.nn.logsumexp(scaled, axis=-1)
 
 
-def chunked_logprobs(unembed, hidden, ids, temperature, chunk: int):
-    """token_logprobs of hidden[N, E] → float32[N], with at most `chunk` rows of logits alive at once.
+def chunked_values(unembed, hidden, ids, temperature, chunk: int, with_entropy: bool = False):
+    """(token_logprobs, entropies in nats or None) of hidden[..., E], float32[...]; ids: int[...].
 
-    unembed: hidden[n, E] → logits[n, V]. The backward pass computes the logits of a chunk again.
+    unembed: hidden[n, E] → logits[n, V]. At most `chunk` rows of logits are alive at once; the backward pass
+    computes those of a chunk again.
     """
-    N = ids.shape[0]
-    chunk = min(chunk, N)
-    pad = -N % chunk
-    hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, chunk, hidden.shape[-1])
-    ids = jnp.pad(ids, (0, pad)).reshape(-1, chunk)
 
-    @jax.checkpoint
-    def one(h, i):
-        return token_logprobs(unembed(h), i, temperature)
+    def one(part):
+        logits = unembed(part[0])
+        entropy = kl.entropy(scale(logits, temperature)) if with_entropy else None
+        return token_logprobs(logits, part[1], temperature), entropy
 
-    if hidden.shape[0] == 1:
-        return one(hidden[0], ids[0])[:N]
-    _, out = jax.lax.scan(lambda _, xs: (None, one(*xs)), None, (hidden, ids))
-    return out.reshape(-1)[:N]
+    values = scan_chunks(one, (hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1)), chunk=chunk)
+    return jax.tree.map(lambda x: x.reshape(ids.shape), values)
 
 
 def completion_logprobs(model, params, batch, temperature, chunk: int):
-    """float32[P, K, T] log-probabilities of a batch's completions; a prompt is computed once for its K rows.
+    """float32[P, K, T] log-probabilities of a batch's completions, of `completion_hidden`."""
+    hidden = completion_hidden(model, params, batch)
+    return chunked_values(lambda h: model.unembed(params, h), hidden, batch.tokens, temperature, chunk)[0]
+
+
+def completion_hidden(model, params, batch):
+    """hidden[P, K, T, E] whose logits are of the completions' tokens; a prompt is computed once for its K rows.
 
     batch: prompt_tokens [P, S], prompt_lengths [P], tokens [P, K, T], lengths [P, K] (types.TrainBatch). The
     last prompt token is each row's first input, so that every completion token has its input inside the row:
@@ -60,12 +63,4 @@ def completion_logprobs(model, params, batch, temperature, chunk: int):
     first = jnp.broadcast_to(last[:, :, None], (*batch.tokens.shape[:2], 1))
     inputs = jnp.concatenate([first, batch.tokens[..., :-1]], axis=2)
     valid = jnp.arange(T) < batch.lengths[..., None]
-    hidden = model.extend(params, inputs, valid, prefix)
-    flat = chunked_logprobs(
-        lambda h: model.unembed(params, h),
-        hidden.reshape(-1, hidden.shape[-1]),
-        batch.tokens.reshape(-1),
-        temperature,
-        chunk,
-    )
-    return flat.reshape(batch.tokens.shape)
+    return model.extend(params, inputs, valid, prefix)

@@ -17,6 +17,7 @@ def _arithmetic(config: Any) -> Task:
         train_prompts=config.train_prompts,
         eval_prompts=config.eval_prompts,
         mix=config.mix,
+        shots=config.shots,
     )
 
 

@@ -2,6 +2,10 @@
 
 A problem's operand pairs decide its split: a pair belongs to the warm start, to training or to the held-out
 set, whatever the operator and the order, so no split ever sees another's pairs.
+
+For a language model that has read about arithmetic, a prompt is few-shot: solved problems of the same kind stand
+before it, a line each ("37 + 48 = 85"), and a newline ends the completion. There is no warm start then, and its
+pairs are for training too.
 """
 
 from __future__ import annotations
@@ -59,7 +63,7 @@ KINDS: dict[str, Callable[[random.Random], Terms]] = {
     "mul22": _product(11, 99, 11, 99),
     "chain": _chain,
 }
-DEFAULT_MIX = "add2:4,sub2:1,add3:4,sub3:2,mul21:2,chain:2,mul22:1"
+DEFAULT_MIX = "add2:8,add3:3,sub3:2,chain:2,mul21:1"
 
 
 def split_of(a: int, b: int) -> str:
@@ -76,16 +80,29 @@ def evaluate(terms: list[int], ops: list[str]) -> int:
     return value
 
 
-def draw(kind: str, split: str, rng: random.Random) -> Terms:
-    """A problem of a kind all of whose neighbouring operand pairs belong to the split."""
+def draw(kind: str, splits: tuple[str, ...], rng: random.Random) -> Terms:
+    """A problem of a kind all of whose neighbouring operand pairs belong to the splits."""
     while True:
         terms, ops = KINDS[kind](rng)
-        if all(split_of(a, b) == split for a, b in itertools.pairwise(terms)):
+        if all(split_of(a, b) in splits for a, b in itertools.pairwise(terms)):
             return terms, ops
 
 
-def text(terms: list[int], ops: list[str]) -> str:
-    return str(terms[0]) + "".join(f"{op}{term}" for op, term in zip(ops, terms[1:], strict=True)) + "="
+def text(terms: list[int], ops: list[str], space: str = "") -> str:
+    """ "37+48=", with `space` around each sign but the last, which it only precedes."""
+    signs = zip(ops, terms[1:], strict=True)
+    return str(terms[0]) + "".join(f"{space}{op}{space}{term}" for op, term in signs) + f"{space}="
+
+
+def few_shot(kind: str, terms: list[int], ops: list[str], shots: int, rng: random.Random) -> str:
+    """The problem after `shots` other solved ones of its kind, none of the held-out split."""
+    lines: dict[str, str] = {}
+    question = text(terms, ops, " ")
+    while len(lines) < shots:
+        shown = draw(kind, ("warm", "train"), rng)
+        if (line := text(*shown, " ")) != question:
+            lines[line] = f"{line} {evaluate(*shown)}\n"
+    return "".join(lines.values()) + question
 
 
 def parse_mix(mix: str) -> dict[str, float]:
@@ -106,8 +123,12 @@ def parse_mix(mix: str) -> dict[str, float]:
     return weights
 
 
-def problems(split: str, count: int, mix: str, seed: int) -> list[dict]:
-    """`count` distinct examples {prompt, answer, kind} of a split, reproducible from the seed."""
+def problems(split: str, count: int, mix: str, seed: int, shots: int = 0) -> list[dict]:
+    """`count` distinct examples {prompt, answer, kind} of a split, reproducible from the seed.
+
+    shots: solved problems before each; the same problem may then stand after others again.
+    """
+    splits = ("warm", "train") if shots and split == "train" else (split,)
     rng = random.Random(f"{seed}/{split}")
     weights = parse_mix(mix)
     kinds, shares = list(weights), list(weights.values())
@@ -116,8 +137,8 @@ def problems(split: str, count: int, mix: str, seed: int) -> list[dict]:
         if len(examples) == count:
             return list(examples.values())
         kind = rng.choices(kinds, shares)[0]
-        terms, ops = draw(kind, split, rng)
-        prompt = text(terms, ops)
+        terms, ops = draw(kind, splits, rng)
+        prompt = few_shot(kind, terms, ops, shots, rng) if shots else text(terms, ops)
         examples.setdefault(prompt, {"prompt": prompt, "answer": str(evaluate(terms, ops)), "kind": kind})
     raise ValueError(
         f"task.mix={mix!r} has fewer than {count} distinct {split} problems ({len(examples)} found); "
@@ -130,10 +151,11 @@ def grade(completion: str, example: dict) -> float:
     return float(completion.strip() == example["answer"])
 
 
-def make(*, seed: int, train_prompts: int, eval_prompts: int, mix: str) -> Task:
+def make(*, seed: int, train_prompts: int, eval_prompts: int, mix: str, shots: int) -> Task:
     return Task(
         name="arithmetic",
-        train=problems("train", train_prompts, mix, seed),
-        eval=problems("eval", eval_prompts, mix, seed),
+        train=problems("train", train_prompts, mix, seed, shots),
+        eval=problems("eval", eval_prompts, mix, seed, shots),
         grade=grade,
+        stop="\n" if shots else "",
     )

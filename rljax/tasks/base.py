@@ -20,6 +20,8 @@ class Task:
     grade: ``(completion, example) -> reward``; None, NaN or infinity say that the row cannot be scored. It
         runs in a worker process, to which cloudpickle carries it: a function of an importable module, or one
         defined in a notebook or script. Its module must import no jax.
+    stop: text that ends a completion, beside the tokenizer's own stop ids: a token that holds it is the last
+        ("\n" after few-shot lines). The grader sees what stands before it. "" is none.
     dropped: rows removed when the data was built, counted by reason.
 
     Raises:
@@ -30,6 +32,7 @@ class Task:
     train: list[dict]
     eval: list[dict]
     grade: Grade
+    stop: str = ""
     dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

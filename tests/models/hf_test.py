@@ -208,6 +208,8 @@ def test_a_sliding_window_holds_only_where_it_is_used(fields, window, saved):
     edit(folder, max_window_layers=None)
     edit(folder, model_type="qwen2", **fields)
     assert hf.read_config(folder).sliding_window == window
+    edit(folder, model_type="llama")  # which never has one
+    assert hf.read_config(folder).sliding_window is None
 
 
 def test_a_window_in_some_layers_is_an_error(saved):
@@ -225,6 +227,7 @@ def test_a_window_in_some_layers_is_an_error(saved):
             "config.json: model_type='gemma' is not supported; known: llama, qwen2, qwen3",
         ),
         ({"model_type": None}, "config.json: model_type=None is not supported"),
+        ({"hidden_act": "gelu"}, "config.json: hidden_act='gelu' is not supported; known: silu"),
         ({"hidden_size": None, "vocab_size": None}, "config.json lacks vocab_size, hidden_size"),
         (
             {"rope_scaling": {"rope_type": "yarn"}},

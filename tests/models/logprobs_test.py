@@ -51,7 +51,7 @@ def test_chunks_change_neither_values_nor_gradients(chunk):
         return values @ weights, values
 
     def chunked(hidden, head):
-        values = logprobs.chunked_logprobs(lambda h: h @ head, hidden, jnp.asarray(ids), 0.7, chunk)
+        values = logprobs.chunked_values(lambda h: h @ head, hidden, jnp.asarray(ids), 0.7, chunk)[0]
         return values @ weights, values
 
     want, want_values = jax.grad(whole, (0, 1), has_aux=True)(hidden, head)
@@ -84,7 +84,7 @@ def test_no_more_than_a_chunk_of_logits_is_alive():
 
     def loss(hidden, head):
         ids = jnp.zeros(N, int)
-        return jnp.sum(logprobs.chunked_logprobs(lambda h: h @ head, hidden, ids, 1.0, chunk))
+        return jnp.sum(logprobs.chunked_values(lambda h: h @ head, hidden, ids, 1.0, chunk)[0])
 
     traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.zeros((N, E)), jnp.zeros((E, V)))
     sizes = [np.prod(shape) for shape in widths(traced.jaxpr) if V in shape]

@@ -41,7 +41,7 @@ def drawn():
     for split in arithmetic.SPLITS:
         rng = random.Random(f"test/{split}")
         kinds = [kind for kind in arithmetic.KINDS for _ in range(200)]
-        out[split] = [(kind, arithmetic.text(*arithmetic.draw(kind, split, rng))) for kind in kinds]
+        out[split] = [(kind, arithmetic.text(*arithmetic.draw(kind, (split,), rng))) for kind in kinds]
     return out
 
 
@@ -140,8 +140,35 @@ def test_grade_takes_the_answer_and_nothing_else(completion, reward):
 
 
 def test_make_gives_a_task_whose_sets_are_disjoint():
-    task = arithmetic.make(seed=0, train_prompts=300, eval_prompts=100, mix=EVERY_KIND)
+    task = arithmetic.make(seed=0, train_prompts=300, eval_prompts=100, mix=EVERY_KIND, shots=0)
+    assert task.stop == ""
     assert (task.name, len(task.train), len(task.eval)) == ("arithmetic", 300, 100)
     train, held_out = (set().union(*(pairs(e["prompt"]) for e in part)) for part in (task.train, task.eval))
     assert not train & held_out
     assert all(task.grade(e["answer"], e) == 1.0 for e in task.eval)
+
+
+def test_few_shot_prompts_show_solved_problems_of_the_same_kind():
+    task = arithmetic.make(seed=0, train_prompts=200, eval_prompts=100, mix="add1,mul1,sub2,chain", shots=4)
+    assert task.stop == "\n"
+    held_out = set()
+    for split, examples in (("train", task.train), ("eval", task.eval)):
+        assert len({e["prompt"] for e in examples}) == len(examples)
+        for e in examples:
+            *lines, question = e["prompt"].split("\n")
+            assert len(set(lines)) == 4 and question.endswith(" =") and question not in e["prompt"][: -len(question)]
+            for line in lines:
+                problem, _, answer = line.rpartition(" = ")
+                assert answer == str(left_to_right(problem + "="))
+                assert len(re.findall(r"[-+*]", problem)) == len(re.findall(r"[-+*]", question))
+                held_out |= {pair for pair in pairs(problem) if arithmetic.split_of(min(pair), max(pair)) == "eval"}
+            assert e["answer"] == str(left_to_right(question))
+            assert all((arithmetic.split_of(min(pair), max(pair)) == "eval") == (split == "eval") for pair in pairs(question))
+    assert not held_out  # no line shows a held-out problem
+
+
+def test_the_few_shot_problems_of_training_take_the_pairs_of_the_warm_start():
+    questions = [e["prompt"].split("\n")[-1] for e in arithmetic.problems("train", 300, "add1", 0, shots=2)]
+    splits = {arithmetic.split_of(min(pair), max(pair)) for q in questions for pair in pairs(q)}
+    assert splits == {"warm", "train"}
+    assert len(set(questions)) < len(questions)  # 88 pairs are too few: problems come again, after other lines

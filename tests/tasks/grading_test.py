@@ -273,7 +273,7 @@ def test_load_finds_tasks_by_name_and_by_path(tmp_path, monkeypatch):
         tasks.load(Block("nowhere.task:make"))
     with pytest.raises(ValueError, match="task.name='sums' is unknown; known: .*arithmetic"):
         tasks.load(Block("sums"))
-    task = tasks.load(Block("arithmetic", seed=0, train_prompts=5, eval_prompts=3, mix="add1:1"))
+    task = tasks.load(Block("arithmetic", seed=0, train_prompts=5, eval_prompts=3, mix="add1:1", shots=0))
     assert (len(task.train), len(task.eval)) == (5, 3)
 
 
