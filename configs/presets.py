@@ -25,6 +25,7 @@ def smollm2(config: ConfigDict) -> None:
     One-digit +, − and ×, two-digit + and −; four solved lines before each problem.
     """
     config.model.path = "smollm2"
+    config.model.remat = "dots"
     config.model.token_chunk = 256
     config.task.mix = "add1,sub1,mul1,add2,sub2"
     config.task.shots = 4
@@ -33,12 +34,13 @@ def smollm2(config: ConfigDict) -> None:
     config.rollout.prompts = 8
     config.rollout.lanes = 8
     config.rollout.max_prompt_tokens = 64
-    config.rollout.max_new_tokens = 8
-    config.rollout.segment = 8
+    config.rollout.max_new_tokens = 6  # a space, three digits and the newline, and one to spare
+    config.rollout.segment = 6
     config.budget.rollouts = 7_680
     config.budget.epochs = 2
     config.learner.learning_rate = 1e-5
-    config.eval.every = 30
+    config.eval.every = 20
+    config.eval.samples = 2
     config.checkpoint.every = 0
 
 

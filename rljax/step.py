@@ -102,7 +102,7 @@ def collect(parts: Parts, state: RunState, grants: budget.Grants, stages) -> Exp
             ids, valid = grants.prompts.ids[rollouts.group], np.isfinite(rewards_R)
             after = parts.allocator.update(grants.state, ids, rewards_R, valid)
         rounds.append((grants.prompts, rollouts, rewards_R, scores))
-        carrying = sum(int(signal(x[1], x[2], len(x[0])).sum()) for x in rounds)
+        carrying = sum(int(signal(r, values, len(asked)).sum()) for asked, r, values, _ in rounds)
         if len(rounds) == config.rollout.max_rounds or carrying >= config.rollout.prompts:
             break
         with stages("prompts"):
@@ -140,9 +140,12 @@ def roll(parts: Parts, behaviour, asked: Prompts, counts: np.ndarray, stages) ->
 
 
 def signal(rollouts: Rollouts, rewards_R: np.ndarray, num_prompts: int) -> np.ndarray:
-    """bool[P]: prompts whose valid rewards are not all equal."""
-    stats = advantages.group_statistics(rewards_R, rollouts.group, num_prompts)
-    return np.asarray(stats.signal)
+    """bool[P]: prompts whose valid rewards are not all equal. On the host, since R differs from round to round."""
+    valid = np.isfinite(rewards_R)
+    low, high = np.full(num_prompts, np.inf), np.full(num_prompts, -np.inf)
+    np.minimum.at(low, rollouts.group[valid], rewards_R[valid])
+    np.maximum.at(high, rollouts.group[valid], rewards_R[valid])
+    return high > low
 
 
 def informative(seen: Experience, config: Config) -> tuple[Prompts, Rollouts, np.ndarray]:
@@ -154,10 +157,11 @@ def informative(seen: Experience, config: Config) -> tuple[Prompts, Rollouts, np
     P, buffer = config.rollout.prompts, config.advantage.overlong_buffer
     rewards_R = seen.rewards
     if buffer:
-        limit = config.rollout.max_new_tokens
-        rewards_R = rewards_R + np.asarray(
-            advantages.overlong_penalty(seen.rollouts.lengths, max_length=limit, buffer=buffer)
-        )
+        lengths, limit = seen.rollouts.lengths, config.rollout.max_new_tokens
+        room = config.rollout.max_rounds * P * config.rollout.samples - len(lengths)
+        padded = np.pad(lengths, (0, max(0, room)))  # one shape, so that it compiles once
+        penalty = advantages.overlong_penalty(padded, max_length=limit, buffer=buffer)
+        rewards_R = rewards_R + np.asarray(penalty)[: len(lengths)]
     if seen.rounds == 1:
         return seen.prompts, seen.rollouts, rewards_R
     groups = np.flatnonzero(signal(seen.rollouts, seen.rewards, len(seen.prompts)))

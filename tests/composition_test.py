@@ -15,7 +15,11 @@ METHODS = {
     "jackpot": {"jackpot.rule": "obrs", "jackpot.top_k": 4},
     "pods": {"pods.rule": "max_variance", "pods.keep": 2},
 }
-SUBSETS = [names for size in range(4) for names in itertools.combinations(METHODS, size)]
+SUBSETS = [
+    pytest.param(names, id="+".join(names) if names else "grpo", marks=[pytest.mark.slow] if 0 < size < 3 else [])
+    for size in range(4)
+    for names in itertools.combinations(METHODS, size)
+]
 FORMS = {
     "int8": {"actor.dtype": "int8", "jackpot.table": "sampler"},
     "bfloat16": {"actor.dtype": "bfloat16"},
@@ -36,7 +40,7 @@ def run(run_config, tmp_path):
     return two_steps
 
 
-@pytest.mark.parametrize("names", SUBSETS, ids=lambda names: "+".join(names) if names else "grpo")
+@pytest.mark.parametrize("names", SUBSETS)
 def test_every_subset_runs_with_one_set_of_metrics(run, actor_checkpoint, names):
     changes = {key: value for name in names for key, value in METHODS[name].items()}
     if "jackpot" in names:
@@ -54,6 +58,7 @@ def test_every_subset_runs_with_one_set_of_metrics(run, actor_checkpoint, names)
     assert ("eval/actor_accuracy" in lines[-1]) == ("jackpot" in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_the_actor_that_are_the_policy(run, form):
     """A copy in fewer bits and an older self differ little from the policy: most tokens are accepted."""

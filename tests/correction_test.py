@@ -208,3 +208,31 @@ def test_int8_is_within_half_a_step_and_keeps_norms(random_model):
     valid = jnp.ones(tokens.shape, bool)
     hidden = quantized.Quantized(model).extend(small, tokens, valid)
     np.testing.assert_allclose(hidden, model.extend(back, tokens, valid), atol=1e-6)
+
+
+GOLDEN = {"acceptance": 0.875, "policy": 4.24865, "actor": 1.68361, "distill": 0.0130695}
+
+
+def test_golden_step(random_model, make_batch):
+    """One AdamW step of a decoder and of an actor with other weights, on rows that the actor might have sampled."""
+    model, params = random_model
+    other = jax.jit(model.init)(jax.random.key(5))
+    optimizer = learner.make_optimizer(dataclasses.replace(DEFAULT.learner, learning_rate=1e-2, warmup_updates=0), 9)
+    settings = Settings(
+        model=model, loss=DEFAULT.loss, jackpot=dataclasses.replace(OBRS, top_k=5, c1=3.0), actor=DEFAULT.actor,
+        actor_model=model, temperature=0.7, token_chunk=64, max_length=5, micro_batches=1, minibatches=1, epochs=1,
+    )  # fmt: skip
+    own = jax.tree.map(lambda p: jnp.array(p, copy=True), params)
+    state = learner.init(own, optimizer, learner.init(other, optimizer))
+    step = learner.make_step(settings, optimizer, state, optimizer)
+    _, sums = step(state, make_batch(), None, jax.random.key(0))
+    line = learner.metrics(jax.device_get(sums))
+    names = {
+        "acceptance": "jackpot/acceptance", "policy": "train/grad_norm", "actor": "actor/grad_norm",
+        "distill": "actor/distill_kl",
+    }  # fmt: skip
+    got = {name: line[key] for name, key in names.items()}
+    assert got == pytest.approx(GOLDEN, rel=1e-3), (
+        f"Jackpot's step computes other numbers: {got}. Change GOLDEN only where the mathematics was meant to change "
+        "(say so in the commit), or where a new jax draws other random weights; never to pass a refactoring"
+    )

@@ -22,7 +22,7 @@ class Text:
 
     stop_ids = (0,)
 
-    def decode(self, ids):
+    def completion(self, ids):
         return " ".join(map(str, ids))
 
 

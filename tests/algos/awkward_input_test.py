@@ -290,25 +290,12 @@ ALGORITHMS = {
 NEW_ONLY = ("a word of probability 0 under the actor", "no word in common")
 ACTOR_ONLY = ("a word of probability 0 under new", "no word in common")
 INFINITE = {"OBRS states": NEW_ONLY, "forward KL": NEW_ONLY, "reverse KL": ACTOR_ONLY}
-LOOPS = ("OBRS budget", "reverse KL", "forward KL")  # run plainly, lax.scan would compile anew for every batch
+LOOPS = ("reverse KL", "forward KL")  # run plainly, lax.scan would compile anew for every batch
 # Known λ and budgets are checked: no budget can be had of no token.
 ERRORS = {("OBRS budget", title): "out of reach" for title in ("empty mask", "no word in common")}
 
 
 # ---------------------------------------------------------------- the tests
-
-
-@functools.cache
-def step(name, over_batches):
-    """The jitted (gradients, outputs) of one algorithm; batches of one shape share a compilation."""
-
-    def total(floats, b):
-        outputs = ALGORITHMS[name](dataclasses.replace(b, floats=floats))
-        reals = [x for x in jax.tree.leaves(outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
-        return sum((jnp.sum(x.astype(jnp.float32)) for x in reals), 0.0), outputs
-
-    f = jax.grad(total, has_aux=True)
-    return jax.jit(jax.vmap(f) if over_batches else f)
 
 
 def shape_of(b):
@@ -321,13 +308,19 @@ def is_key(x):
 
 @functools.cache
 def results(name):
-    """{title: (gradients, outputs)}, jitted; batches of one shape in one vmapped call, the others alone."""
+    """{title: (gradients, outputs)}, jitted; the batches of one shape in one vmapped call, the other alone."""
+
+    def total(floats, b):
+        outputs = ALGORITHMS[name](dataclasses.replace(b, floats=floats))
+        reals = [x for x in jax.tree.leaves(outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return sum((jnp.sum(x.astype(jnp.float32)) for x in reals), 0.0), outputs
+
+    f = jax.grad(total, has_aux=True)
     alike = [title for title, b in BATCHES.items() if shape_of(b) == shape_of(PLAIN)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x) if is_key(x[0]) else np.stack(x), *(BATCHES[t] for t in alike))
-    vmapped = jax.device_get(step(name, True)(stacked.floats, stacked))
+    vmapped = jax.device_get(jax.jit(jax.vmap(f))(stacked.floats, stacked))
     found = {title: jax.tree.map(lambda x, i=i: x[i], vmapped) for i, title in enumerate(alike)}
-    others = {title: step(name, False)(b.floats, b) for title, b in BATCHES.items() if title not in alike}
-    return found | others
+    return found | {title: jax.jit(f)(b.floats, b) for title, b in BATCHES.items() if title not in alike}
 
 
 def leaves(tree):

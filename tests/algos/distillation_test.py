@@ -44,6 +44,18 @@ def test_padded_columns_add_nothing(direction):
 
 
 @pytest.mark.parametrize("direction", KINDS)
+def test_an_infinite_divergence_has_no_gradient(run, direction):
+    """The first state's second distribution lacks a word; the state beside it keeps its value and gradient."""
+    lacking = jnp.stack([A.at[1].set(-jnp.inf), P])
+    actor, policy = (jnp.stack([A, A]), lacking) if direction == "reverse" else (lacking, jnp.stack([A, A]))
+    f = functools.partial(distillation.kl, direction=direction)
+    values, gradient = run(f)(actor, policy), run(jax.grad(lambda a, p: f(a, p)[1] + f(a, p)[0]))(actor, policy)
+    np.testing.assert_allclose(values, [jnp.inf, f(actor[1], policy[1])], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [[0, 0], jax.grad(f)(actor[1], policy[1])], rtol=1e-6)
+    assert np.any(gradient[1])
+
+
+@pytest.mark.parametrize("direction", KINDS)
 def test_bfloat16_logits_are_computed_in_float32(direction):
     a, p = (x.astype(jnp.bfloat16) for x in (A, P))
     out = distillation.kl(a, p, direction=direction)

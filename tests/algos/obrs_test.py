@@ -68,6 +68,15 @@ def test_divergences(run):
     np.testing.assert_allclose(z, 0.8, rtol=1e-6)
 
 
+def test_divergences_of_models_that_have_nothing_in_common(run):
+    """Z = 2 e^-300 is no float32, but q̃ = (½, ½) is a distribution; without a common token there is none."""
+    divergences = run(lambda p, q: obrs.divergences(p, q, 1.0))
+    far = divergences(jnp.array([0.0, -300.0]), jnp.array([-300.0, 0.0]))
+    np.testing.assert_allclose(far, [300, math.log(2), 0], rtol=1e-4)
+    apart = divergences(jnp.array([0.0, -jnp.inf]), jnp.array([-jnp.inf, 0.0]))
+    np.testing.assert_array_equal(apart, [math.inf, math.inf, 0])
+
+
 def test_jackpot_weights(run):
     z = jnp.full(3, 0.6)
     weights = run(lambda p, q, z: obrs.jackpot_weights(jnp.log(p), jnp.log(q), 1.0, z=z))(P, Q, z)
@@ -97,6 +106,8 @@ def test_nothing_has_a_gradient():
         logs = jnp.log(p), jnp.log(q)
         w = obrs.jackpot_weights(*logs, 0.7, z=obrs.normaliser(p, q, 0.7) * jnp.ones(3), old_logprobs=logs[1])
         lam = obrs.lambda_for_budget(p, q, 0.7)
+        sums = obrs.weight_sums(*logs, 0.7, p > 0, p > 0, old_logprobs=logs[1], normalise="proposed")
+        lam += sums["weight"] + sum(obrs.divergences(*logs, 0.7))
         return (w + obrs.acceptance(p, q, 0.7) + obrs.accepted_distribution(p, q, 0.7)).sum() + lam
 
     for gradient in jax.jit(jax.grad(total, argnums=(0, 1)))(P, Q):
@@ -115,6 +126,18 @@ def test_degenerate_tokens_weigh_nothing_and_are_counted():
     sums = weight_sums(target, actor, 1.0, mask, mask, z=jnp.full(5, 0.6))
     assert sums["degenerate"] == 1
     np.testing.assert_allclose(sums["weight"], 1.8 + 0.6 + 9, rtol=1e-6)
+
+
+def test_weights_whose_squares_overflow_are_degenerate():
+    """Only a λ beyond 1e18 makes them; "accepted" multiplies it by a Z as small."""
+    logs, ones = (jnp.log(P), jnp.log(Q)), jnp.ones(3, bool)
+    np.testing.assert_array_equal(obrs.jackpot_weights(*logs, 1e20, normalise="proposed"), 0)
+    np.testing.assert_allclose(obrs.jackpot_weights(*logs, 1e15, normalise="proposed"), 1e15, rtol=1e-5)
+    sums = obrs.weight_sums(*logs, 1e20, ones, ones, normalise="proposed")
+    assert (sums["degenerate"], sums["weight_sq"], obrs.summarise(sums)["ess"]) == (3, 0, 0)
+    sums = obrs.weight_sums(*logs, 1e17, ones, ones, normalise="proposed")
+    sums = masked.merge_sums([sums] * 100)  # (Σw)² is 9e38, more than float32 holds
+    np.testing.assert_allclose(obrs.summarise(sums)["ess"], 1, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("call", "error"), [

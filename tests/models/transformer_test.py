@@ -81,7 +81,8 @@ def test_positions_of_a_left_padded_prompt_start_at_zero(small):
     np.testing.assert_array_equal(prefix.positions, [[0, 0, 0, 1]])
 
 
-def test_recomputing_layers_changes_no_gradient(small):
+@pytest.mark.parametrize("remat", ["layer", "dots"])
+def test_recomputing_changes_no_gradient(small, remat):
     model, params = small
     tokens = np.array([[1, 2, 3, 4]])
 
@@ -89,7 +90,7 @@ def test_recomputing_layers_changes_no_gradient(small):
         return jnp.sum(jax.nn.log_softmax(logits(model, params, tokens))[..., 0])
 
     grad = jax.jit(jax.grad(loss), static_argnums=1)
-    kept, again = grad(params, model), grad(params, dataclasses.replace(model, remat="layer"))
+    kept, again = grad(params, model), grad(params, dataclasses.replace(model, remat=remat))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), kept, again)
 
 
