@@ -127,6 +127,18 @@ class Checkpointer:
         """
         self.wait()
         step = self._existing_step(step)
+        try:
+            return self._read(step, template)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            told = (str(error).splitlines() + [""])[0]
+            raise CheckpointError(
+                f"checkpoint of step {step} in {self.folder} cannot be read ({type(error).__name__}: {told}). "
+                f"Delete the folder {step} there to resume from the step before"
+            ) from error
+
+    def _read(self, step: int, template: RunState) -> RunState:
         wanted = _named_leaves(template)
         self._check_fit(step, wanted)
         items = ocp.args.Composite(

@@ -85,7 +85,7 @@ def train_step(
     """All updates of one batch: epochs × minibatches, each over micro_batches accumulated gradients.
 
     With more than one update the log-probs of the old policy are taken before the first; with one, the old
-    policy is the policy itself, and the ratio is exactly 1. A minibatch without a token makes no update.
+    policy is the policy itself, and the ratio is 1. A minibatch without a token makes no update.
     """
     updates = settings.minibatches * settings.epochs
     batches = _split(batch, settings.minibatches * settings.micro_batches)

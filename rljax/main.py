@@ -59,7 +59,10 @@ def main(argv: Sequence[str]) -> int:
             MODES[command.mode](command.config, command.workdir)
     except HelpRequested as help_text:
         print(help_text)
-    except (ValueError, OSError, RuntimeError) as error:
+    except KeyboardInterrupt:
+        print("interrupted; the same command with its --workdir resumes from the last checkpoint", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, RuntimeError, ArithmeticError) as error:
         if not _is_for_the_user(error):
             raise
         print(f"error: {error}", file=sys.stderr)

@@ -34,7 +34,7 @@ import cloudpickle
 
 CHUNK = 32  # most items in one message to a worker
 SCORED, UNSCORABLE, ERROR, TIMEOUT = range(4)  # what became of an item
-FLOAT32_MAX = 3.4028234663852886e38
+MAX_REWARD = 1e18  # beyond, the variance of a group is no float32
 SPARE_MB = 64  # that a grader has at least, on top of its imports
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -300,4 +300,4 @@ def _outcome(grade: object) -> tuple[float, int]:
     if not hasattr(type(grade), "__float__"):
         raise TypeError(f"the grader returned {grade!r}: neither a number nor None")
     reward = float(grade)
-    return (reward, SCORED) if abs(reward) <= FLOAT32_MAX else (math.nan, UNSCORABLE)
+    return (reward, SCORED) if abs(reward) <= MAX_REWARD else (math.nan, UNSCORABLE)

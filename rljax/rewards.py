@@ -39,7 +39,7 @@ class Scores:
     """Rewards of R completions, and what went wrong.
 
     rewards: float32[R]; NaN where the row cannot be scored.
-    unscorable: rows that are NaN: the grader returned None, NaN or infinity, or raised.
+    unscorable: rows that are NaN: the grader returned None, NaN or a number beyond ±1e18, or raised.
     errors: those of them where it raised.
     timeouts: rows scored 0.0 because grading went over a limit (CPU, wall clock, memory) or ended its worker
         (a crash).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 
 import jax
@@ -23,19 +24,42 @@ def claim(config: Config, workdir: pathlib.Path) -> None:
     """
     file = workdir / CONFIG_FILE
     begun = (workdir / metrics.METRICS_FILE).exists() or any(workdir.glob("checkpoints/*"))
-    if file.exists() and begun:
-        try:
-            saved = json.loads(file.read_text())
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{file} is not valid JSON ({error}); name another run folder") from error
-        found = config_lib.differences(config, saved)
+    if begun and not file.exists():
+        raise ConfigError(f"--workdir={workdir} holds a run without its {CONFIG_FILE}; name another folder")
+    if file.exists():
+        saved = _read_config(file)
+        found = config_lib.differences(config, saved) if begun else {}
         if found:
             listed = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, (old, new) in found.items())
             raise ConfigError(
                 f"--workdir={workdir} holds a run of another config: {listed}. "
                 "Name another folder, or change these back"
             )
-    metrics.write_json(file, config_lib.to_dict(config))
+    try:
+        metrics.write_json(file, config_lib.to_dict(config))
+    except OSError as error:
+        raise ConfigError(f"--workdir={workdir} cannot be written to ({error}); name another folder") from error
+
+
+def _read_config(file: pathlib.Path) -> dict:
+    """What a run folder's config.json holds; ConfigError if it is no run's."""
+    try:
+        saved = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON ({error}); name another run folder") from error
+    if not isinstance(saved, dict) or not {"rollout", "budget"} <= saved.keys():
+        raise ConfigError(f"{file} is not the config of a run; name another run folder")
+    return saved
+
+
+def check_finite(line: dict, step: int) -> None:
+    """Raises FloatingPointError before a broken state is saved: its loss or gradient is NaN or infinite."""
+    broken = [name for name in ("train/loss", "train/grad_norm") if not math.isfinite(line[name])]
+    if broken:
+        raise FloatingPointError(
+            f"{broken[0]} is {line[broken[0]]} at step {step}; nothing of this step is saved. Check the checkpoint's "
+            "weights and the rewards, or lower learner.learning_rate; the same command resumes from the last checkpoint"
+        )
 
 
 def total_steps(config: Config) -> int:
@@ -51,18 +75,18 @@ def resumed(config: Config, state, over: bool) -> tuple[str, str]:
     return "resumed", f"at step {state.step}, {spent}"
 
 
-def describe(
-    config: Config, model, params, mesh, num_prompts: int, num_held_out: int
-) -> list[tuple[str, str]]:
-    """Rows of the start-up table."""
+def describe(config: Config, model, params, mesh, prompts, held_out) -> list[tuple[str, str]]:
+    """Rows of the start-up table. prompts, held_out: prompts.PromptSet."""
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     r, b = config.rollout, config.budget
     axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
     keep = "all" if config.pods.rule == "all" else f"{config.pods.keep} by {config.pods.rule}"
     kind = model.config.model_type
+    too_long = prompts.dropped + held_out.dropped
+    dropped = f"; {too_long:,} longer than {r.max_prompt_tokens} tokens dropped" if too_long else ""
     return [
         ("model", f"{config.model.path} ({kind}, {count:,} parameters, {config.model.dtype})"),
-        ("task", f"{config.task.name}: {num_prompts:,} training prompts, {num_held_out:,} held out"),
+        ("task", f"{config.task.name}: {len(prompts):,} training prompts, {len(held_out):,} held out{dropped}"),
         ("step", f"{r.prompts} prompts × {r.samples} rollouts of ≤ {r.max_new_tokens} tokens, kept: {keep}"),
         ("budget", f"{b.rollouts:,} rollouts, {b.rule}; about {total_steps(config):,} steps"),
         ("mesh", f"{axes} ({mesh.devices.size} {mesh.devices.flat[0].platform} devices)"),
@@ -79,9 +103,24 @@ def warnings(line: dict) -> list[str]:
         )
     if line["train/unscorable"] > 0:
         out.append(f"{line['train/unscorable']} rollouts could not be scored; they carry no gradient")
+    if line["train/grader_timeouts"] > 0:
+        out.append(
+            f"{line['train/grader_timeouts']} rollouts hung or crashed the grader and scored 0; see rewards.cpu_seconds"
+        )
     if line["train/grader_errors"] > 0:
         out.append(f"the grader raised, in {line['train/grader_errors']} rollouts: {line['train/first_error']}")
     return out
+
+
+def unspent(config: Config, state) -> str | None:
+    """What to say of a run that ended with more than a step's rollouts left, if it did."""
+    spent, step = state.totals["rollouts"], config.rollout.prompts * config.rollout.samples
+    if config.budget.rollouts - spent <= step:
+        return None
+    return (
+        f"{spent:,} of {config.budget.rollouts:,} rollouts were spent when the {config.budget.epochs} epochs were"
+        " over; raise budget.epochs to spend the rest"
+    )
 
 
 def summary(config: Config, state) -> dict:

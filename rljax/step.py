@@ -199,7 +199,7 @@ def select(parts: Parts, step: int, rollouts: Rollouts, num_prompts: int, reward
         cut_Pn = batching.dense(rollouts, rollouts.truncated, P, n, False)[:num_prompts]
         kept = kept & ~np.take_along_axis(cut_Pn, indices, axis=1)
     named = {
-        "pods/kept": int(stats["kept_rows"]),
+        "pods/kept": int(kept.sum()),
         "pods/variance": float(stats["kept_reward_variance"]),
         "pods/reward_mean": float(stats["kept_reward_mean"]),
         "train/reward_variance": float(stats["reward_variance"]),

@@ -37,8 +37,8 @@ def run(config: Config, workdir: pathlib.Path) -> dict:
             state = checkpoints.restore(state)
         stages = metrics.Stages(state.totals["stage_s"])
         grants = draw(parts, state, stages)
-        sizes = len(parts.stream.prompts), len(parts.held_out)
-        table = runs.describe(config, parts.model, state.learner.params, parts.mesh, *sizes)
+        sets = parts.stream.prompts, parts.held_out
+        table = runs.describe(config, parts.model, state.learner.params, parts.mesh, *sets)
         if latest is not None:
             table.append(runs.resumed(config, state, over=grants is None))
         console.start(f"rljax {config.name}", table, progress(config, state))
@@ -50,6 +50,7 @@ def run(config: Config, workdir: pathlib.Path) -> dict:
                 writer.write(0, line)
             while grants:
                 state, line = train_step(parts, state, grants, stages)
+                runs.check_finite(line, state.step)
                 grants = draw(parts, state, stages)
                 last = grants is None
                 if last or (config.eval.every and state.step % config.eval.every == 0):
@@ -64,6 +65,8 @@ def run(config: Config, workdir: pathlib.Path) -> dict:
                     console.warn(text)
                 console.step(state.step, progress(config, state), line)
         checkpoints.wait()
+        if (text := runs.unspent(config, state)) is not None:
+            console.warn(text)
         hf.save(workdir / "model", parts.model, state.learner.params)
         parts.tokenizer.save(workdir / "model")
         summary = runs.summary(config, state)
@@ -104,6 +107,7 @@ def build(config: Config, task: tasks.Task, pool: rewards.RewardPool) -> tuple[P
     m = config.model
     load = functools.partial(hf.load, dtype=m.dtype, mesh=mesh, remat=m.remat)
     model, params = load(m.path)
+    check_sizes(config, model)
     tokenizer = tokenizer_lib.load(m.path).stopping_at(task.stop)
     limit = config.rollout.max_prompt_tokens
     train = prompts_lib.encode(task.train, tokenizer, limit, "training")
@@ -111,7 +115,7 @@ def build(config: Config, task: tasks.Task, pool: rewards.RewardPool) -> tuple[P
     optimizer, actor_model, actor, actor_optimizer = learner.make_optimizer(config.learner, updates), None, None, None
     if config.actor.path:
         actor_model, actor_params = load(config.actor.path)
-        check_vocabulary(config, model.config, actor_model.config)
+        check_vocabulary(config, model.config, actor_model.config, tokenizer)
         options = dataclasses.replace(config.learner, learning_rate=config.actor.learning_rate)
         actor_optimizer = learner.make_optimizer(options, updates)
         actor = learner.init(actor_params, actor_optimizer)
@@ -146,12 +150,32 @@ def build(config: Config, task: tasks.Task, pool: rewards.RewardPool) -> tuple[P
     return parts, RunState(learner=state, budget=parts.allocator.init(), draws=0, step=0, totals=totals)
 
 
-def check_vocabulary(config: Config, policy, actor) -> None:
-    """Raises ValueError where the actor's tokens cannot be the policy's."""
+def check_vocabulary(config: Config, policy, actor, tokenizer: tokenizer_lib.Tokenizer) -> None:
+    """Raises ValueError where the actor's tokens are not the policy's."""
     if policy.vocab_size != actor.vocab_size:
         raise ValueError(
             f"actor.path = {config.actor.path!r} has a vocabulary of {actor.vocab_size} tokens, model.path ="
             f" {config.model.path!r} one of {policy.vocab_size}; choose an actor with the policy's tokenizer"
+        )
+    if tokenizer_lib.load(config.actor.path).inner.get_vocab() != tokenizer.inner.get_vocab():
+        raise ValueError(
+            f"actor.path = {config.actor.path!r} and model.path = {config.model.path!r} have tokenizers of unlike"
+            " vocabularies; choose an actor with the policy's tokenizer"
+        )
+
+
+def check_sizes(config: Config, model) -> None:
+    """Raises ValueError where the config asks for more than the model has: positions, or tokens of a table."""
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    if longest > model.config.max_positions:
+        raise ValueError(
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}, but {config.model.path} has"
+            f" {model.config.max_positions} positions; lower them"
+        )
+    if config.jackpot.rule != "none" and config.jackpot.top_k > model.config.vocab_size:
+        raise ValueError(
+            f"jackpot.top_k = {config.jackpot.top_k} is more than the vocabulary of {config.model.path},"
+            f" {model.config.vocab_size} tokens; lower it"
         )
 
 

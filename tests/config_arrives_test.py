@@ -288,7 +288,8 @@ def test_run_folder(config_of, few_devices, no_learner, monkeypatch, tmp_path):
     def train_step(parts, state, grants, stages):
         with stages("rollout"):
             totals = state.totals | {"rollouts": state.totals["rollouts"] + int(grants.counts.sum())}
-        line = {"rollouts/tokens": 1, "rollouts/truncated": 0.0, "train/unscorable": 0, "train/grader_errors": 0}
+        line = {"rollouts/tokens": 1, "rollouts/truncated": 0.0, "train/loss": 0.0, "train/grad_norm": 1.0}
+        line |= dict.fromkeys(("train/unscorable", "train/grader_errors", "train/grader_timeouts"), 0)
         return dataclasses.replace(state, step=state.step + 1, draws=grants.draws, totals=totals), line
 
     def held_out(parts, state, stages):

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import shutil
 import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -165,6 +166,8 @@ def actor_checkpoint(tmp_path_factory, tiny_checkpoint):
     config = hf.read_config(pathlib.Path(tiny_checkpoint))
     model = Model(dataclasses.replace(config, num_layers=1))
     hf.save(folder, model, jax.jit(model.init)(jax.random.key(2)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(pathlib.Path(tiny_checkpoint) / name, folder)
     return str(folder)
 
 

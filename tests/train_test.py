@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import shutil
+import types
 
 import jax
 import numpy as np
@@ -241,7 +242,7 @@ def test_workdir_of_another_config_is_refused_by_key(straight, run_config, tmp_p
     shutil.copytree(folder, tmp_path / "run")
     runs.claim(run_config(other), tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read as JSON"):
         runs.claim(run_config(), tmp_path / "run")
 
 
@@ -327,3 +328,81 @@ def test_nothing_compiles_after_the_first_step(run_config, tmp_path, caplog):
     assert any(m.startswith("Compiling jit(train_step)") for m in messages[: seen[1]])
     compiled = [m for m in messages[seen[1] :] if m.startswith("Compiling")]
     assert not compiled, compiled
+
+
+def test_a_broken_update_is_told_and_never_saved(run_config, tmp_path, tiny_checkpoint):
+    """NaN in one weight: the run ends at its first step, and leaves no checkpoint of it."""
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_checkpoint, broken)
+    model, params = hf.load(tiny_checkpoint)
+    params["norm"] = params["norm"].at[0].set(np.nan)
+    hf.save(broken, model, params)
+    with pytest.raises(FloatingPointError, match="train/loss is nan at step 1; nothing of this step is saved"):
+        train.run(run_config({"model.path": str(broken)}), tmp_path / "run")
+    assert not list((tmp_path / "run/checkpoints").glob("[0-9]*"))
+
+
+def test_a_run_folder_without_its_config_is_refused(straight, run_config, tmp_path):
+    shutil.copytree(straight("grpo").folder, tmp_path / "run")
+    (tmp_path / "run/config.json").unlink()
+    with pytest.raises(ConfigError, match="holds a run without its config.json; name another folder"):
+        train.run(run_config({"seed": 9}), tmp_path / "run")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.json").write_text('{"precious": 1}')
+    with pytest.raises(ConfigError, match="is not the config of a run"):
+        train.run(run_config(), tmp_path / "mine")
+    assert (tmp_path / "mine/config.json").read_text() == '{"precious": 1}'
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be"):
+        train.run(run_config(), tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"rollout.max_prompt_tokens": 200}, "= 204, but .* has 128 positions; lower them"),
+        ({"jackpot.rule": "obrs", "actor.dtype": "int8", "jackpot.top_k": 999}, "jackpot.top_k = 999 is more than"),
+    ],
+)
+def test_more_than_the_model_has_is_refused_before_anything_runs(run_config, tmp_path, changes, told):
+    with pytest.raises(ValueError, match=told):
+        train.run(run_config(changes), tmp_path / "run")
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_an_actor_of_another_tokenizer_is_refused(run_config, tmp_path, actor_checkpoint):
+    other = tmp_path / "other"
+    shutil.copytree(actor_checkpoint, other)
+    file = other / "tokenizer.json"
+    data = json.loads(file.read_text())
+    vocab = data["model"]["vocab"]
+    vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
+    file.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="have tokenizers of unlike vocabularies"):
+        train.run(run_config({"actor.path": str(other)}), tmp_path / "run")
+
+
+def test_an_unreadable_checkpoint_is_named(straight, run_config, tmp_path):
+    shutil.copytree(straight("grpo").folder, tmp_path / "run")
+    last = max(int(p.name) for p in (tmp_path / "run/checkpoints").iterdir())
+    shutil.rmtree(tmp_path / f"run/checkpoints/{last}/arrays")
+    with pytest.raises(checkpoint.CheckpointError, match=f"step {last} .* cannot be read .*Delete the folder {last}"):
+        train.run(run_config(ALGORITHMS["grpo"]), tmp_path / "run")
+
+
+def test_epochs_that_end_before_the_budget_are_told(run_config):
+    config = run_config()  # 96 rollouts in steps of 16
+
+    def after(spent):
+        return runs.unspent(config, types.SimpleNamespace(totals={"rollouts": spent}))
+
+    assert after(96) is after(80) is None
+    assert after(79) == (
+        "79 of 96 rollouts were spent when the 3 epochs were over; raise budget.epochs to spend the rest"
+    )
+
+
+def test_warnings():
+    fine = {"rollouts/truncated": 0.1, "train/unscorable": 0, "train/grader_errors": 0, "train/grader_timeouts": 0}
+    assert runs.warnings(fine) == []
+    assert "hung or crashed the grader" in runs.warnings(fine | {"train/grader_timeouts": 3})[0]

@@ -98,11 +98,13 @@ def few_shot(kind: str, terms: list[int], ops: list[str], shots: int, rng: rando
     """The problem after `shots` other solved ones of its kind, none of the held-out split."""
     lines: dict[str, str] = {}
     question = text(terms, ops, " ")
-    while len(lines) < shots:
+    for _ in range(200 * shots + 1000):
+        if len(lines) == shots:
+            return "".join(lines.values()) + question
         shown = draw(kind, ("warm", "train"), rng)
         if (line := text(*shown, " ")) != question:
             lines[line] = f"{line} {evaluate(*shown)}\n"
-    return "".join(lines.values()) + question
+    raise ValueError(f"task.shots={shots}: fewer distinct {kind} problems to show ({len(lines)} found); ask for fewer")
 
 
 def parse_mix(mix: str) -> dict[str, float]:

@@ -50,6 +50,15 @@ def test_clip_sides_and_clip_metric(run):
     assert sums["clipped_tokens"] / sums["tokens"] == 0.5
 
 
+def test_each_side_is_clipped_by_its_own_bound(run):
+    """A good token at 1.25 is below 1 + .28, though above 1 + .2; a bad one at .75 is below 1 - .2."""
+    step = run(loss_grad([1.0, -1.0], jnp.ones((2, 1), bool)))
+    loss, sums, grad = step(jnp.log(rows([1.25, 0.75])), jnp.zeros((2, 1)))
+    np.testing.assert_allclose(loss, (-1.25 + 0.8) / 2, rtol=1e-6)
+    np.testing.assert_allclose(grad[:, 0], [-1.25 / 2, 0.0], rtol=1e-6)
+    assert sums["clipped_tokens"] == 1
+
+
 @pytest.mark.parametrize("old_is", ["constant", "the same array"])
 def test_first_update_has_the_policy_gradient(old_is, run):
     """The ratio is 1 and still has a gradient, also where the caller forgets to stop old's."""

@@ -173,3 +173,8 @@ def test_the_few_shot_problems_of_training_take_the_pairs_of_the_warm_start():
     splits = {arithmetic.split_of(min(pair), max(pair)) for q in questions for pair in pairs(q)}
     assert splits == {"warm", "train"}
     assert len(set(questions)) < len(questions)  # 88 pairs are too few: problems come again, after other lines
+
+
+def test_more_shots_than_there_are_problems_is_an_error():
+    with pytest.raises(ValueError, match="task.shots=90: fewer distinct mul1 problems to show"):
+        arithmetic.problems("train", 1, "mul1", 0, shots=90)
