@@ -1,6 +1,6 @@
 """Every key of a run, its default and its unit, once. Experiments are differences from this file.
 
-``None`` means "derived"; the comment says from what. Fields left ``placeholder`` take their type's values.
+``placeholder`` is None until it is set; the comment says what None stands for.
 """
 
 from ml_collections import ConfigDict
@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     ))
 
     c.task = ConfigDict(dict(
-        name="arithmetic",  # a task of rljax/tasks
+        name="arithmetic",  # a task of rljax/tasks, or "module:function" of your own, which may ignore the keys below
         path="",  # data file of a file task; not used by arithmetic
         seed=0,  # of the generated problems and of the split
         train_prompts=2048,  # prompts of the fixed training set, visited once an epoch

@@ -84,8 +84,11 @@ def describe(config: Config, model, params, mesh, prompts, held_out) -> list[tup
     kind = model.config.model_type
     too_long = prompts.dropped + held_out.dropped
     dropped = f"; {too_long:,} longer than {r.max_prompt_tokens} tokens dropped" if too_long else ""
+    actor = config.actor.path if config.actor.path else config.actor.dtype
+    by = [("actor", f"{actor} makes the rollouts; reward and effective are its own")] if actor else []
     return [
         ("model", f"{config.model.path} ({kind}, {count:,} parameters, {config.model.dtype})"),
+        *by,
         ("task", f"{config.task.name}: {len(prompts):,} training prompts, {len(held_out):,} held out{dropped}"),
         ("step", f"{r.prompts} prompts × {r.samples} rollouts of ≤ {r.max_new_tokens} tokens, kept: {keep}"),
         ("budget", f"{b.rollouts:,} rollouts, {b.rule}; about {total_steps(config):,} steps"),

