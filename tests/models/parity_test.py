@@ -43,7 +43,7 @@ LONG = {"max_position_embeddings": 8 * ORIGINAL}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 WINDOW = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 0}
 FAMILIES = {
-    "llama tied": ("Llama", TIED | {"sliding_window": 12}),  # of which Llama takes no notice
+    "llama tied": ("Llama", TIED),
     "llama untied": ("Llama", UNTIED | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "llama llama3": ("Llama", TIED | LONG | {"rope_parameters": LLAMA3}),
     "llama linear": ("Llama", UNTIED | LONG | {"rope_parameters": LINEAR}),
