@@ -114,6 +114,13 @@ def test_nan_behind_the_mask_reaches_nothing(direction):
     jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0), gradient)
 
 
+def test_masked_tokens_are_zero_whatever_the_models_make_of_zeros():
+    nothing, mask = jnp.zeros((3, 2)), jnp.array([True, False, True])
+    values = distillation.token_kl(lambda h: h + A, lambda h: h + P, nothing, nothing, mask, chunk=2)
+    np.testing.assert_allclose(values, [0.2231436, 0, 0.2231436], rtol=1e-5)  # reverse is the default
+    np.testing.assert_allclose(distillation.kl(A, P), 0.2231436, rtol=1e-5)
+
+
 def test_chunks_work_under_vmap_and_on_nothing():
     heads, states, mask = setting()
     f = jax.jit(functools.partial(chunked, direction="reverse", chunk=4))
