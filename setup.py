@@ -21,6 +21,7 @@ setup(
         "cloudpickle>=3.0",
         "flax>=0.12.8",
         "gguf>=0.19",
+        "huggingface-hub>=1.0",
         "jax>=0.10.2",
         "jinja2>=3.1",  # chat templates of transformers' tokenizers
         "math-verify[antlr4-13-2]>=0.9",

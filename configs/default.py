@@ -15,16 +15,32 @@ def get_config() -> ConfigDict:
     c.model = ConfigDict(dict(
         path="tiny-policy",  # a name under rljax/assets, a Hugging Face directory, a hub name or a .gguf file
         dtype="float32",  # of the parameters: float32 | bfloat16
+        compute_dtype="",  # of products and caches: float32 | bfloat16. "": as dtype. Norms, softmax, logits: float32
         remat="none",  # what the backward pass recomputes: none | dots (all but products with weights) | layer (all)
         token_chunk=1024,  # completion tokens whose [tokens, vocabulary] logits are alive at once
     ))
 
+    c.lora = ConfigDict(dict(  # arXiv 2106.09685: the model stays as it is, and adapters beside its projections learn
+        rank=0,  # r of the adapters. 0: the whole model is trained
+        alpha=32.0,  # α; an adapter's output is scaled by α / r
+        targets="q,k,v,o,gate,up,down",  # projections with an adapter
+    ))
+
     c.task = ConfigDict(dict(
         name="arithmetic",  # a task of rljax/tasks, or "module:function" of your own, which may ignore the keys below
-        path="",  # data file of a file task; not used by arithmetic
-        seed=0,  # of the generated problems and of the split
-        train_prompts=2048,  # prompts of the fixed training set, visited once an epoch
-        eval_prompts=512,  # held-out prompts
+        path="",  # data file, of file, gsm8k, math, aime, amc, dapo_math: .jsonl, .json, .parquet, TFDS "FOLDER:SPLIT"
+        eval_path="",  # data file of the held-out prompts; "" holds eval_prompts of `path` out
+        prompt_field="",  # the problem of a row; dots go deeper ("prompt.0.content"). "": the task's own (files.py)
+        answer_field="",  # the right answer in a row. "": the task's own
+        gold="",  # how that is read: as_is | hash (after the last ####) | boxed (the last \boxed). "": the task's own
+        grader="",  # of data files: math (equal as mathematics) | exact (as text) | numeric. "": the task's own
+        template="",  # of data files: the prompt, with "{prompt}" for the problem. "": the task's own
+        stop="",  # of data files: text that ends a completion beside the model's own end, held by one token
+        chat=False,  # prompts are rendered by the checkpoint's chat template
+        system="",  # the system message before them; "" is none
+        seed=0,  # of the generated problems, of the split and of the choice of rows
+        train_prompts=2048,  # prompts of the fixed training set, visited once an epoch. Data files: at most; 0 is all
+        eval_prompts=512,  # held-out prompts. Data files: at most; 0 is all of eval_path
         mix="",  # arithmetic: "kind:weight,kind:weight"; "" is the task's own mix
         shots=0,  # arithmetic: solved problems of the same kind before each prompt, a line each; a newline ends it
         shuffle_rewards=False,  # control: rewards permuted over the step's rollouts, so they say nothing
@@ -114,7 +130,9 @@ def get_config() -> ConfigDict:
     ))
 
     c.learner = ConfigDict(dict(
-        learning_rate=3e-4,  # of AdamW, after warm-up
+        optimizer="adamw",  # adamw | adafactor (second moments by rows and columns: a small state)
+        moment_dtype="float32",  # of AdamW's first moment: float32 | bfloat16. The second is float32
+        learning_rate=3e-4,  # after warm-up
         warmup_updates=5,  # linear from 0
         schedule="constant",  # constant | cosine (to 0 at the last update that the budget allows)
         adam_b1=0.9,

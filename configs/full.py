@@ -10,7 +10,7 @@ from configs import jackpot
 
 
 def get_config(preset: str = "tiny") -> ConfigDict:
-    c = jackpot.get_config(preset)
+    c = jackpot.build(preset, jackpot.PEERS)
     c.name = "full"
     c.budget.rule = "cero"
     c.rollout.samples = 32

@@ -1,7 +1,7 @@
 """What a run trains and on what: one function a preset, which changes a default config in place.
 
-An experiment's config applies a preset first and then its own differences; ``--config=configs/cero.py:tiny``
-names one.
+``--config=configs/cero.py:tiny`` names one. These two serve every experiment; a paper's presets stand in its method's
+file (pods.py, cero.py, jackpot.py).
 """
 
 import difflib
@@ -27,19 +27,19 @@ def smollm2(config: ConfigDict) -> None:
     config.model.path = "smollm2"
     config.model.remat = "dots"
     config.model.token_chunk = 256
-    config.task.mix = "add1,sub1,mul1,add2,sub2"
+    config.task.mix = "add1:2,sub1:1,mul1:1,add2:6,sub2:1"
     config.task.shots = 4
     config.task.train_prompts = 1024
     config.task.eval_prompts = 200
     config.rollout.prompts = 8
     config.rollout.lanes = 8
-    config.rollout.max_prompt_tokens = 64
-    config.rollout.max_new_tokens = 6  # a space, three digits and the newline, and one to spare
-    config.rollout.segment = 6
-    config.budget.rollouts = 7_680
+    config.rollout.max_prompt_tokens = 56
+    config.rollout.max_new_tokens = 5  # a space, three digits and the newline
+    config.rollout.segment = 5
+    config.budget.rollouts = 6_400
     config.budget.epochs = 2
     config.learner.learning_rate = 1e-5
-    config.eval.every = 20
+    config.eval.every = 25
     config.eval.samples = 2
     config.checkpoint.every = 0
 
@@ -48,7 +48,7 @@ PRESETS = {"tiny": tiny, "smollm2": smollm2}
 
 
 def apply(config: ConfigDict, preset: str, own: Presets | None = None) -> ConfigDict:
-    """The config after the preset of that name, one of PRESETS or of the experiment's own.
+    """The config after the preset of that name, one of PRESETS or of the experiment's own, which the name then bears.
 
     ValueError, with the known names, if there is none.
     """
@@ -58,4 +58,6 @@ def apply(config: ConfigDict, preset: str, own: Presets | None = None) -> Config
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(f"unknown preset {preset!r}{hint}; known presets: {', '.join(known)}")
     known[preset](config)
+    if preset not in PRESETS:
+        config.name = f"{config.name}-{preset}"
     return config

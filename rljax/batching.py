@@ -74,11 +74,13 @@ def pack(
     max_prompt_tokens: int,
     max_new_tokens: int,
     mesh,
+    halve: bool = False,
 ) -> TrainBatch:
     """Gathers the kept rows, every array by the same indices, and puts them on the mesh, split by prompt.
 
     advantages float32[P, K], indices int32[P, K] (sample of the prompt), kept bool[P, K]: down_sampling's.
     num_prompts: the declared P; fewer prompts (a budget's last step) are filled with padding of length 0.
+    halve: where at most half as many prompts have an advantage other than 0, the batch is of these alone, of P / 2.
     """
     P, K = indices.shape
     samples = int(max(rollouts.sample.max(), indices.max())) + 1
@@ -106,11 +108,17 @@ def pack(
         top_ids=top_ids,
         top_logprobs=top_logprobs,
     )
-    pad = num_prompts - P
-    padded = TrainBatch(**{
-        name: np.pad(value, [(0, pad)] + [(0, 0)] * (value.ndim - 1)) for name, value in vars(batch).items()
-    })  # fmt: skip
-    return sharding.put_by_prompt(mesh, padded)
+    taught, silent = np.flatnonzero(batch.advantages.any(axis=1)), {}
+    if halve and len(taught) <= num_prompts // 2:
+        num_prompts //= 2
+        taught = taught if len(taught) else np.arange(1)
+        left = np.delete(batch.lengths, taught, axis=0).ravel()
+        batch = TrainBatch(**{name: value[taught] for name, value in vars(batch).items() if value is not None})
+        silent = {"silent_lengths": np.pad(left, (0, 2 * num_prompts * K - len(left))).reshape(num_prompts, -1)}
+    pad = num_prompts - len(batch.lengths)
+    arrays = {name: value for name, value in vars(batch).items() if value is not None}
+    padded = {name: np.pad(value, [(0, pad)] + [(0, 0)] * (value.ndim - 1)) for name, value in arrays.items()}
+    return sharding.put_by_prompt(mesh, TrainBatch(**padded | silent))
 
 
 def _width(rows: np.ndarray, width: int) -> np.ndarray:

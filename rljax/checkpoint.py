@@ -1,10 +1,10 @@
 """One RunState, saved and restored with Orbax.
 
 A checkpoint is `folder/STEP/` with two Orbax items: `arrays`, the leaves of the learner and of the budget
-under their dotted names (`learner.params.layers.wq`), and `host`, the plain JSON data. A save is asynchronous
-and atomic: a step folder appears under its name only when all of it is on disk, so a process killed in
-mid-save leaves the previous step as the latest. Every process of a multi-host run calls every method; Orbax
-writes each process's shards.
+under their dotted names (`learner.params.layers.q`; frozen parameters are the base model's and stay out), and
+`host`, the plain JSON data. A save is asynchronous and atomic: a step folder appears under its name only when all
+of it is on disk, so a process killed in mid-save leaves the previous step as the latest. Every process of a
+multi-host run calls every method; Orbax writes each process's shards.
 
 Where the leaves come back:
     a committed jax.Array, or a ShapeDtypeStruct with a sharding     the template's sharding, on any mesh
@@ -14,6 +14,7 @@ Where the leaves come back:
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import os
 from typing import Any
@@ -54,7 +55,7 @@ class Checkpointer:
         self._saving: int | None = None  # step whose save has not been waited for
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         for item, kinds in (
-            (ARRAYS, (ocp.args.StandardSave, ocp.args.StandardRestore)),
+            (ARRAYS, (ocp.args.StandardSave, ocp.args.StandardRestore, ocp.args.PyTreeRestore)),
             (HOST, (ocp.args.JsonSave, ocp.args.JsonRestore)),
         ):
             for kind in kinds:
@@ -150,9 +151,26 @@ class Checkpointer:
         restored = self._manager.restore(step, args=items)
         leaves = [_from_stored(leaf, restored[ARRAYS][name]) for name, leaf in wanted.items()]
         structure = jax.tree.structure(_array_part(template))
-        return RunState(
-            **jax.tree.unflatten(structure, leaves), **{f: restored[HOST][f] for f in HOST_FIELDS}
-        )
+        parts = jax.tree.unflatten(structure, leaves)
+        parts["learner"] = dataclasses.replace(parts["learner"], frozen=template.learner.frozen)
+        return RunState(**parts, **{f: restored[HOST][f] for f in HOST_FIELDS})
+
+    def restore_params(self, template: Any, step: int | None = None) -> tuple[int, Any]:
+        """(step, what `learner.params` holds there): the trained parameters alone, placed as the template's are.
+
+        template: the tree of arrays that is trained. Raises what `restore` raises.
+        """
+        self.wait()
+        step = self._existing_step(step)
+        leaves, structure = jax.tree_util.tree_flatten_with_path({"learner": {"params": template}})
+        wanted = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+        self._check_fit(step, wanted, within="learner.params.")
+        requests = {name: _to_request(leaf) for name, leaf in wanted.items()}
+        how = ocp.checkpoint_utils.construct_restore_args(requests)
+        arrays = ocp.args.PyTreeRestore(requests, restore_args=how, partial_restore=True)
+        restored = self._manager.restore(step, args=ocp.args.Composite(**{ARRAYS: arrays}))[ARRAYS]
+        values = [_from_stored(leaf, restored[name]) for name, leaf in wanted.items()]
+        return step, jax.tree.unflatten(structure, values)["learner"]["params"]
 
     def wait(self) -> None:
         """Returns when the save in progress, if any, is committed; raises CheckpointError if it failed."""
@@ -185,9 +203,13 @@ class Checkpointer:
             raise FileNotFoundError(f"no checkpoint of step {step} in {self.folder}; it holds steps {steps}")
         return step
 
-    def _check_fit(self, step: int, wanted: dict[str, Any]) -> None:
-        """Raises CheckpointError for the first leaf that differs between the stored step and the template."""
-        stored = self._manager.item_metadata(step)[ARRAYS].tree
+    def _check_fit(self, step: int, wanted: dict[str, Any], within: str = "") -> None:
+        """Raises CheckpointError for the first leaf that differs between the stored step and the template.
+
+        within: how the names begin that are compared.
+        """
+        everything = self._manager.item_metadata(step)[ARRAYS].tree
+        stored = {name: leaf for name, leaf in everything.items() if name.startswith(within)}
         for name in [*wanted, *(name for name in stored if name not in wanted)]:
             there, here = (_describe(leaves.get(name)) for leaves in (stored, wanted))
             if there != here:
@@ -198,7 +220,8 @@ class Checkpointer:
 
 
 def _array_part(run_state: RunState) -> dict[str, Any]:
-    return {field: getattr(run_state, field) for field in ARRAY_FIELDS}
+    parts = {field: getattr(run_state, field) for field in ARRAY_FIELDS}
+    return parts | {"learner": dataclasses.replace(run_state.learner, frozen=None)}
 
 
 def _named_leaves(run_state: RunState) -> dict[str, Any]:

@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from rljax.options import BudgetOptions, Config, LearnerOptions, PodsOptions, RolloutOptions, TaskOptions
+from rljax.options import (
+    FILE_TASKS,
+    BudgetOptions,
+    Config,
+    LearnerOptions,
+    PodsOptions,
+    RolloutOptions,
+    TaskOptions,
+)
 
 
 class ConfigError(ValueError):
@@ -177,6 +185,7 @@ def _checked(key: str, value: Any) -> Any:
 
 def _conflicts(c: Config) -> Iterator[str]:
     """What is wrong between keys whose values are each right alone, the most basic first."""
+    yield from _task_conflicts(c.task)
     yield from _rollout_conflicts(c.rollout)
     yield from _budget_conflicts(c.budget, c.rollout, c.task)
     yield from _pods_conflicts(c.pods, c.rollout.samples)
@@ -194,6 +203,33 @@ def _conflicts(c: Config) -> Iterator[str]:
     free = [f"mesh.{axis}" for axis, size in axes.items() if size == -1]
     if len(free) > 1:
         yield f"{' and '.join(free)} are -1, but one axis takes the devices that are left; size the others"
+
+
+# Keys of the task block that a task of rljax reads beside those of all tasks, and their value when not set.
+OF_FILES = dict.fromkeys(
+    ("path", "eval_path", "prompt_field", "answer_field", "gold", "grader", "template", "stop"), ""
+)
+OF_ARITHMETIC = {"mix": "", "shots": 0}
+
+
+def _task_conflicts(t: TaskOptions) -> Iterator[str]:
+    if t.system and not t.chat:
+        yield f"task.system = {t.system!r} has no effect without task.chat; set task.chat to True"
+    of_file = t.name in FILE_TASKS
+    if not of_file and t.name != "arithmetic":
+        return  # a task of the user's own reads what it likes
+    for key, off in (OF_ARITHMETIC if of_file else OF_FILES).items():
+        value = getattr(t, key)
+        if value != off:
+            other = "arithmetic" if of_file else f"one of {', '.join(FILE_TASKS)}"
+            yield (f"task.{key} = {value!r} has no effect with task.name = {t.name!r}; set it to {off!r}, or"
+                   f" task.name to {other}")
+    if of_file and not t.path:
+        yield f"task.name = {t.name!r} reads its problems from a data file; set task.path to one"
+    if not of_file and t.train_prompts == 0:
+        yield f"task.train_prompts = 0 is all of a data file, but task.name = {t.name!r} has none; set at least 1"
+    if t.eval_prompts == 0 and not t.eval_path:
+        yield "task.eval_prompts = 0 is all of task.eval_path, which is not set; set at least 1, or task.eval_path"
 
 
 def _rollout_conflicts(r: RolloutOptions) -> Iterator[str]:
@@ -221,7 +257,7 @@ def _budget_conflicts(b: BudgetOptions, r: RolloutOptions, t: TaskOptions) -> It
         yield (f"rollout.samples = {r.samples}, the largest grant N_max under budget.rule = 'cero', is more"
                f" than rollout.slots = {r.slots}; raise rollout.slots or lower rollout.samples")
     most = t.train_prompts * b.epochs * r.samples
-    if b.rollouts > most:
+    if t.train_prompts and b.rollouts > most:  # of 0, a whole data file, the number is not known here
         yield (f"budget.rollouts = {b.rollouts} can never be spent: task.train_prompts * budget.epochs *"
                f" rollout.samples = {t.train_prompts} * {b.epochs} * {r.samples} = {most};"
                " raise budget.epochs or lower budget.rollouts")

@@ -1,21 +1,46 @@
-"""Held-out accuracy: greedy, and avg@k and pass@k at a temperature, in one pass over the prompts."""
+"""Held-out accuracy: greedy, and avg@k, pass@k and maj@k at a temperature, in one pass over the prompts.
+
+A training run evaluates between its steps; ``--mode=eval`` evaluates a checkpoint of a run, or a model, alone.
+"""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
+import pathlib
+import re
 
 import jax
 import numpy as np
 
-from rljax import rewards, rollout, sharding
-from rljax.models import Model
+from rljax import estimates, metrics, parts, rewards, rollout, sharding, tasks
+from rljax import tokenizer as tokenizer_lib
+from rljax.checkpoint import Checkpointer
+from rljax.models import Model, lora
 from rljax.options import Config
 from rljax.prompts import PromptSet
 from rljax.rewards import RewardPool
+from rljax.tasks import grading
 from rljax.tokenizer import Tokenizer
 
 
-def held_out(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scored:
+    """One greedy completion, the first column, and k sampled ones of each of P prompts.
+
+    rewards: float32[P, 1 + k]; what could not be scored is 0, and counted in `unscorable`. lengths: int32[P, 1 + k],
+    tokens. truncated: bool[P, 1 + k], cut by the limit. texts: P lists of 1 + k completions, as graded.
+    """
+
+    examples: tuple[dict, ...]
+    rewards: np.ndarray
+    lengths: np.ndarray
+    truncated: np.ndarray
+    texts: list[list[str]]
+    unscorable: int
+
+
+def score(
     model: Model,
     params,
     prompts: PromptSet,
@@ -24,14 +49,9 @@ def held_out(
     tokenizer: Tokenizer,
     pool: RewardPool,
     key: jax.Array,
-) -> dict[str, float]:
-    """Metrics of one greedy completion and eval.samples sampled ones of each prompt.
-
-    eval/accuracy: greedy. eval/avg_at_k: mean over samples. eval/pass_at_k: prompts with a right sample among
-    k. eval/truncated: share of sampled completions cut by the limit. eval/unscorable: completions, of both
-    kinds, that could not be scored; they count as wrong. eval/accuracy_KIND: greedy, by the example's "kind".
-    The same key draws the same samples, so evaluations of one run are paired.
-    """
+) -> Scored:
+    """Completes and grades every prompt. The same key draws the same samples, so evaluations of a run are paired,
+    and so are those on other meshes."""
     k = config.eval.samples
     shards = sharding.size(sharding.mesh_of(params), "prompts")
     rows = config.rollout.lanes * config.rollout.slots
@@ -52,18 +72,123 @@ def held_out(
         on_finished=scorer,
     )
     scores = scorer.result(len(rollouts))
-    score = np.nan_to_num(scores.rewards).reshape(len(prompts), k + 1)
-    truncated = rollouts.truncated.reshape(len(prompts), k + 1)
-    greedy, sampled = score[:, 0], score[:, 1:]
-    out = {
+    shape = (len(prompts), k + 1)
+    texts = [scorer.texts[row] for row in range(len(rollouts))]
+    return Scored(
+        examples=prompts.examples,
+        rewards=np.nan_to_num(scores.rewards).reshape(shape),
+        lengths=rollouts.lengths.reshape(shape),
+        truncated=rollouts.truncated.reshape(shape),
+        texts=[texts[i : i + k + 1] for i in range(0, len(texts), k + 1)],
+        unscorable=scores.unscorable,
+    )
+
+
+def by_kind(scored: Scored) -> dict[str, list[int]]:
+    """Numbers of the prompts of each "kind", where the examples have one, sorted by its name."""
+    kinds = collections.defaultdict(list)
+    for i, example in enumerate(scored.examples):
+        if "kind" in example:
+            kinds[str(example["kind"])].append(i)
+    return dict(sorted(kinds.items()))
+
+
+def summarise(scored: Scored) -> dict[str, float]:
+    """What a training run logs of an evaluation.
+
+    eval/accuracy: greedy. eval/avg_at_k: mean over samples. eval/pass_at_k: prompts with a right sample among k.
+    eval/truncated: share of sampled completions cut by the limit. eval/unscorable: completions, of both kinds, that
+    could not be scored; they count as wrong. eval/accuracy_KIND: greedy, by the example's "kind".
+    """
+    greedy, sampled = scored.rewards[:, 0], scored.rewards[:, 1:]
+    return {
         "eval/accuracy": float(greedy.mean()),
         "eval/avg_at_k": float(sampled.mean()),
         "eval/pass_at_k": float((sampled > 0.5).any(axis=1).mean()),
-        "eval/truncated": float(truncated[:, 1:].mean()),
-        "eval/unscorable": scores.unscorable,
-    }
-    kinds = collections.defaultdict(list)
-    for i, example in enumerate(prompts.examples):
-        if "kind" in example:
-            kinds[example["kind"]].append(i)
-    return out | {f"eval/accuracy_{kind}": float(greedy[ids].mean()) for kind, ids in sorted(kinds.items())}
+        "eval/truncated": float(scored.truncated[:, 1:].mean()),
+        "eval/unscorable": scored.unscorable,
+    } | {f"eval/accuracy_{kind}": float(greedy[ids].mean()) for kind, ids in by_kind(scored).items()}
+
+
+def report(scored: Scored) -> dict[str, dict[str, float]]:
+    """Every measure with its 95% bootstrap interval over prompts: {name: {value, low, high}}.
+
+    accuracy (greedy), avg@k, unbiased pass@1, 2, 4 … k, maj@k, mean length (tokens) and share of truncated
+    completions, and the greedy accuracy of each kind.
+    """
+    sampled = scored.rewards[:, 1:]
+    k, right = sampled.shape[1], (sampled > 0.5).sum(axis=1)
+    values = {"accuracy": scored.rewards[:, 0], f"avg@{k}": sampled.mean(axis=1)}
+    for size in sorted({*(2**i for i in range(k.bit_length())), k}):
+        values[f"pass@{size}"] = estimates.pass_at_k(right, k, size)
+    votes = [[_answer(text) for text in row[1:]] for row in scored.texts]
+    values[f"maj@{k}"] = np.array([estimates.majority(*pair) for pair in zip(votes, sampled, strict=True)])
+    values["length"] = scored.lengths[:, 1:].mean(axis=1)
+    values["truncated"] = scored.truncated[:, 1:].mean(axis=1)
+    values |= {f"accuracy, {kind}": scored.rewards[ids, 0] for kind, ids in by_kind(scored).items()}
+    rows = {}
+    for name, value in values.items():
+        low, high = estimates.interval(value)
+        rows[name] = {"value": float(np.mean(value)), "low": low, "high": high}
+    return rows
+
+
+def _answer(text: str) -> str | None:
+    """What a completion votes for: its final answer, or, of a text without one, all of it."""
+    found = grading.extract_answer(text)
+    return found if found is not None else text.strip()
+
+
+def records(scored: Scored) -> list[dict]:
+    """One plain dict a prompt: the example, and the completions with rewards, lengths and truncation, greedy first."""
+    columns = zip(scored.texts, scored.rewards, scored.lengths, scored.truncated, strict=True)
+    return [
+        {
+            "example": example,
+            "completions": [
+                {"text": text, "reward": float(reward), "tokens": int(length), "truncated": bool(cut)}
+                for text, reward, length, cut in zip(*row, strict=True)
+            ],
+        }
+        for example, row in zip(scored.examples, columns, strict=True)
+    ]
+
+
+def run(config: Config, workdir: pathlib.Path) -> dict:
+    """Evaluates the newest checkpoint in workdir, or model.path where there is none, on the task's held-out prompts.
+
+    Writes workdir/eval/NAME.json, the measures and what was measured, and NAME.jsonl, every completion; NAME is of the
+    task and of the checkpoint's step. Returns what NAME.json holds.
+    """
+    task = tasks.load(config.task)
+    with (
+        rewards.RewardPool(task.grade, **dataclasses.asdict(config.rewards)) as pool,
+        metrics.Console() as console,
+    ):
+        mesh = parts.make_mesh(config)
+        model, params = parts.policy(config, mesh)
+        step, source = None, config.model.path
+        if any(workdir.glob("checkpoints/*")):
+            trained, frozen = lora.split(params)
+            with Checkpointer(workdir / "checkpoints", config.checkpoint.keep, read_only=True) as checkpoints:
+                step, trained = checkpoints.restore_params(trained)
+            params, source = lora.join(trained, frozen), f"step {step} of {workdir}"
+        tokenizer = tokenizer_lib.load(config.model.path).stopping_at(task.stop)
+        prompts = parts.encode(config, task.eval, tokenizer, "held-out")
+        console.say("rljax eval", style="bold")
+        console.table([
+            ("model", source),
+            ("task", f"{config.task.name}: {len(prompts):,} held-out prompts, {prompts.dropped:,} too long"),
+            ("samples", f"1 greedy and {config.eval.samples} at temperature {config.eval.temperature:g} a prompt"),
+        ])  # fmt: skip
+        key = jax.random.fold_in(jax.random.key(config.seed), parts.EVALUATION)
+        scored = score(model, params, prompts, config=config, tokenizer=tokenizer, pool=pool, key=key)
+        measures = report(scored)
+        name = re.sub(r"\W+", "_", config.task.name) + ("" if step is None else f"-{step:06}")
+        metrics.write_lines(workdir / "eval" / f"{name}.jsonl", records(scored))
+        outcome = {"model": source, "task": config.task.name, "prompts": len(prompts), "measures": measures}
+        metrics.write_json(workdir / "eval" / f"{name}.json", outcome)
+        rows = [(name, *(f"{row[x]:.3f}" for x in ("value", "low", "high"))) for name, row in measures.items()]
+        console.table(rows, titles=("", "value", "95% from", "to"))
+        console.say(f"{workdir / 'eval' / name}.json and .jsonl")
+    return outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,7 @@ import optax
 
 from rljax import correction, sharding
 from rljax.algos import losses, obrs
-from rljax.models import logprobs
+from rljax.models import logprobs, lora
 from rljax.models.quantized import behaviour_of
 from rljax.objectives import Prior, Settings, actor_loss, completion_mask, policy_loss
 from rljax.options import LearnerOptions
@@ -18,7 +19,10 @@ from rljax.types import LearnerState, TrainBatch
 
 
 def make_optimizer(options: LearnerOptions, total_updates: int) -> optax.GradientTransformation:
-    """AdamW after clipping by global norm, with linear warm-up; norms and biases do not decay."""
+    """AdamW or Adafactor after clipping by global norm, with linear warm-up; norms and biases do not decay.
+
+    Its state is float32 whatever the parameters are, but for AdamW's first moment in `moment_dtype`.
+    """
     rate, warmup = options.learning_rate, options.warmup_updates
     later = {
         "constant": optax.constant_schedule(rate),
@@ -28,15 +32,27 @@ def make_optimizer(options: LearnerOptions, total_updates: int) -> optax.Gradien
     rise = optax.linear_schedule(rate / (warmup + 1), rate, warmup)
     schedule = optax.join_schedules([rise, later], [warmup])
     clip = optax.clip_by_global_norm(options.max_grad_norm) if options.max_grad_norm > 0 else optax.identity()
-    adamw = optax.adamw(
-        schedule if warmup else later,
-        b1=options.adam_b1,
-        b2=options.adam_b2,
-        eps=options.adam_eps,
-        weight_decay=options.weight_decay,
-        mask=_decays,
-    )
-    return optax.chain(clip, adamw)
+    scale = {
+        "adamw": lambda: optax.scale_by_adam(
+            b1=options.adam_b1, b2=options.adam_b2, eps=options.adam_eps, mu_dtype=options.moment_dtype
+        ),
+        # Adafactor (1804.04235) without its own learning rate: second moments by rows and columns, update clipping.
+        "adafactor": lambda: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+    }[options.optimizer]()
+    decay = optax.add_decayed_weights(options.weight_decay, mask=_decays)
+    return _in_float32(optax.chain(clip, scale, decay, optax.scale_by_learning_rate(schedule if warmup else later)))
+
+
+def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner` with gradients and parameters of any dtype taken as float32."""
+
+    def cast(tree):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def update(gradients, state, params):
+        return inner.update(cast(gradients), state, cast(params))
+
+    return optax.GradientTransformation(lambda params: inner.init(cast(params)), update)
 
 
 def _decays(params):
@@ -48,13 +64,17 @@ def _decays(params):
 
 
 def init(params, optimizer: optax.GradientTransformation, actor: LearnerState | None = None) -> LearnerState:
-    """A state around `params`, which it takes over; the optimizer's moments are born sharded as they are."""
+    """A state around `params`, which it takes over; the optimizer's moments are born sharded as they are.
+
+    Adapters among the parameters (models/lora.py) are what is trained then, and the rest is frozen.
+    """
     mesh = sharding.mesh_of(params)
-    where = jax.tree.map(lambda p: p.sharding, params)
-    abstract = jax.eval_shape(optimizer.init, params)
-    opt_state = jax.jit(optimizer.init, out_shardings=sharding.like_params(abstract, where, mesh))(params)
+    trained, frozen = lora.split(params)
+    where = jax.tree.map(lambda p: p.sharding, trained)
+    abstract = jax.eval_shape(optimizer.init, trained)
+    opt_state = jax.jit(optimizer.init, out_shardings=sharding.like_params(abstract, where, mesh))(trained)
     updates = jax.device_put(jnp.zeros((), jnp.int32), sharding.replicated(mesh))
-    return LearnerState(params=params, opt_state=opt_state, updates=updates, actor=actor)
+    return LearnerState(params=trained, frozen=frozen, opt_state=opt_state, updates=updates, actor=actor)
 
 
 def make_step(
@@ -63,33 +83,38 @@ def make_step(
     state: LearnerState,
     actor_optimizer: optax.GradientTransformation | None = None,
 ):
-    """step(state, batch, reference, key) → (state, metrics), jitted; the given state is consumed.
+    """step(state, batch, reference, key) → (state, metrics), jitted; the given state is consumed, but for `frozen`.
 
     reference: parameters of the KL's frozen policy, or None where loss.kl_coef is 0. key: of OBRS's
     acceptance, the same for every batch (its tokens' coordinates are folded in), or None.
     """
-    where = jax.tree.map(lambda leaf: leaf.sharding, state)
-    step = functools.partial(
-        train_step, settings=settings, optimizer=optimizer, actor_optimizer=actor_optimizer
-    )
-    return jax.jit(
-        step,
+    where = jax.tree.map(lambda leaf: leaf.sharding, dataclasses.replace(state, frozen=None))
+    compiled = jax.jit(
+        functools.partial(train_step, settings=settings, optimizer=optimizer, actor_optimizer=actor_optimizer),
         donate_argnames="state",
         out_shardings=(where, sharding.replicated(sharding.mesh_of(state.params))),
     )
 
+    def step(state: LearnerState, batch: TrainBatch, reference, key=None):
+        new, sums = compiled(dataclasses.replace(state, frozen=None), state.frozen, batch, reference, key)
+        return dataclasses.replace(new, frozen=state.frozen), sums
+
+    return step
+
 
 def train_step(
-    state: LearnerState, batch: TrainBatch, reference, key=None, *, settings: Settings, optimizer, actor_optimizer=None
-):
+    state: LearnerState, frozen, batch: TrainBatch, reference, key=None, *, settings: Settings, optimizer,
+    actor_optimizer=None,
+):  # fmt: skip
     """All updates of one batch: epochs × minibatches, each over micro_batches accumulated gradients.
 
     With more than one update the log-probs of the old policy are taken before the first; with one, the old
     policy is the policy itself, and the ratio is 1. A minibatch without a token makes no update.
+    The state comes and goes without its frozen parameters, which are an argument of their own and never copied.
     """
     updates = settings.minibatches * settings.epochs
     batches = _split(batch, settings.minibatches * settings.micro_batches)
-    prior, states, lam = before(state, batches, reference, settings)
+    prior, states, lam = before(dataclasses.replace(state, frozen=frozen), batches, reference, settings)
     # [minibatches, micro_batches, P', …]
     shape = (settings.minibatches, settings.micro_batches)
     minis = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), (batches, prior, states))
@@ -98,8 +123,9 @@ def train_step(
         own, own_prior, own_states = mini
         weighed, sums = None, {}
         if settings.jackpot.rule == "obrs":
-            weighed, sums = _weigh(state.params, own, own_prior, own_states, lam, key, settings)
-        grads, more = accumulate(state, own, own_prior, weighed, settings)
+            params = lora.join(state.params, frozen)
+            weighed, sums = _weigh(params, own, own_prior, own_states, lam, key, settings)
+        grads, more = accumulate(state, frozen, own, own_prior, weighed, settings)
         new, norms = _apply(state, grads, optimizer, actor_optimizer)
         some = more["importance_count"] > 0
         # Without this, momentum and weight decay would move the parameters on a gradient of nothing.
@@ -116,7 +142,7 @@ def train_step(
 
 def before(state: LearnerState, batches: TrainBatch, reference, settings: Settings):
     """(Prior, obrs.States or None, λ or None) of all parts [parts, P', …], at the parameters of the step's start."""
-    updates, jackpot = settings.minibatches * settings.epochs, settings.jackpot
+    updates, jackpot, params = settings.minibatches * settings.epochs, settings.jackpot, lora.whole(state)
 
     def values(model, params):
         take = functools.partial(logprobs.completion_logprobs, temperature=settings.temperature)
@@ -131,12 +157,12 @@ def before(state: LearnerState, batches: TrainBatch, reference, settings: Settin
         )
 
     if jackpot.rule == "none":
-        return prior(values(settings.model, state.params) if updates > 1 else None), None, None
+        return prior(values(settings.model, params) if updates > 1 else None), None, None
     lam = jnp.float32(jackpot.lam)
     if jackpot.budget is not None:
-        old, mask = values(settings.model, state.params), completion_mask(batches)
+        old, mask = values(settings.model, params), completion_mask(batches)
         lam = correction.budget_lambda(old, batches.sampler_logprobs, mask, jackpot.budget)
-    policy = settings.model, state.params
+    policy = settings.model, params
     behaviour = behaviour_of(settings.model, state, settings.actor_model, settings.actor.dtype)
     states = jax.lax.map(
         lambda b: correction.tables(policy, behaviour, b, lam, jackpot, settings.temperature, settings.token_chunk),
@@ -161,29 +187,40 @@ def _weigh(params, batches: TrainBatch, prior: Prior, states: obrs.States, lam, 
     return weighed, {"obrs": sums, "kappa_sum": kappa, "lambda_sum": lam}
 
 
-def accumulate(state: LearnerState, batches: TrainBatch, prior: Prior, weighed, settings: Settings):
+def accumulate(state: LearnerState, frozen, batches: TrainBatch, prior: Prior, weighed, settings: Settings):
     """((policy's, actor's or None) gradients, sums) of one minibatch [micro, P', …].
 
-    The denominators are the whole minibatch's.
+    The denominators are the whole minibatch's, with the rows that it was spared.
     """
     mask = completion_mask(batches)
-    how = {"aggregate": settings.loss.aggregate, "max_length": settings.max_length}
-    plain = losses.loss_denominator(mask, **how)
-    denominator = plain
+
+    def count(aggregate: str):
+        how = {"aggregate": aggregate, "max_length": settings.max_length}
+        total = losses.loss_denominator(mask, **how)
+        if batches.silent_lengths is not None:
+            total += losses.loss_denominator(completion_mask(batches, batches.silent_lengths), **how)
+        return total
+
+    denominator = plain = count(settings.loss.aggregate)
     if weighed is not None and settings.jackpot.normalise == "accepted":
-        denominator = losses.loss_denominator(mask, weighed.accept, **how)
-    tokens = losses.loss_denominator(mask, aggregate="token")
+        denominator = losses.loss_denominator(
+            mask, weighed.accept, aggregate=settings.loss.aggregate, max_length=settings.max_length
+        )
     grad = functools.partial(jax.value_and_grad, has_aux=True)
+
+    def loss_of_trained(trained, *rest):
+        return policy_loss(lora.join(trained, frozen), *rest)
 
     def gradients(xs):
         batch, own_prior, own_weighed = xs
-        (_, (sums, hidden)), grads = grad(policy_loss)(
+        (_, (sums, hidden)), grads = grad(loss_of_trained)(
             state.params, batch, own_prior, own_weighed, denominator, settings
         )
         if state.actor is None:
             return (grads, None), sums
+        policy = lora.join(state.params, frozen)
         (_, more), actor_grads = grad(actor_loss)(
-            state.actor.params, batch, own_prior, state.params, hidden, (plain, tokens), settings
+            state.actor.params, batch, own_prior, policy, hidden, (plain, count("token")), settings
         )
         return (grads, actor_grads), sums | more
 
@@ -197,7 +234,7 @@ def accumulate(state: LearnerState, batches: TrainBatch, prior: Prior, weighed, 
     params = state.params, None if state.actor is None else state.actor.params
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     grads, sums = jax.lax.scan(one, zeros, parts)
-    return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), _merge_stacked(sums, axes=1)
+    return grads, _merge_stacked(sums, axes=1)
 
 
 def _apply(state: LearnerState, grads, optimizer, actor_optimizer):

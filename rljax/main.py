@@ -1,7 +1,9 @@
 """Train a language model by reinforcement learning.
 
-    python -m rljax.main --config=configs/cero.py[:PRESET] [--workdir=DIR] [--dry_run] [--config.KEY=VALUE]
+    python -m rljax.main --config=configs/cero.py[:PRESET] [--workdir=DIR] [--mode=train|eval] [--dry_run]
+                         [--config.KEY=VALUE]
 
+--mode=eval evaluates the newest checkpoint in DIR, or config.model.path where DIR holds none, on the held-out prompts.
 configs/default.py lists every KEY. Exit status: 0 done; 2 refused, with the reason on stderr: a mistake in
 the command or the configuration, or a file that cannot be used; 1 anything unexpected, with its traceback.
 """
@@ -33,7 +35,13 @@ def _train(config: Config, workdir: pathlib.Path) -> None:
     train.run(config, workdir)
 
 
-MODES: dict[str, Callable[[Config, pathlib.Path], None]] = {"train": _train}
+def _eval(config: Config, workdir: pathlib.Path) -> None:
+    from rljax import evaluate
+
+    evaluate.run(config, workdir)
+
+
+MODES: dict[str, Callable[[Config, pathlib.Path], None]] = {"train": _train, "eval": _eval}
 
 
 class Command(NamedTuple):

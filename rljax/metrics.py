@@ -145,6 +145,15 @@ def write_json(path: str | os.PathLike, value: Mapping[str, Any]) -> None:
         _replace(path, text)
 
 
+def write_lines(path: str | os.PathLike, records: Sequence[Mapping[str, Any]]) -> None:
+    """Writes records as JSON lines, at once or not at all; on process 0 only."""
+    path = pathlib.Path(path)
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    if writes():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, text)
+
+
 def _replace(path: pathlib.Path, text: str) -> None:
     """Puts `text` in the place of `path` in one step: a reader or a kill meets the old file or the new."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -324,6 +333,16 @@ class Console(contextlib.AbstractContextManager):
             f"{titles[name]} {_number(name, metrics[name], 'z.3f')}" for name in titles if name in metrics
         ]
         self._print(f"eval at step {step}: {', '.join(parts)}", style="cyan")
+
+    def say(self, text: str, style: str = "") -> None:
+        """Prints a line."""
+        if not self._quiet:
+            self._print(text, style=style)
+
+    def table(self, rows: Sequence[Sequence[str]], titles: Sequence[str] = ()) -> None:
+        """Prints aligned columns, under titles if there are any."""
+        if not self._quiet:
+            self._table(rows, titles)
 
     def warn(self, text: str) -> None:
         """Prints a warning among the lines."""

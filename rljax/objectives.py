@@ -51,9 +51,9 @@ class Prior:
     actor: Array | None
 
 
-def completion_mask(batch: TrainBatch):
-    """bool[…, K, T]: real completion tokens, from the recorded lengths."""
-    return jnp.arange(batch.tokens.shape[-1]) < batch.lengths[..., None]
+def completion_mask(batch: TrainBatch, lengths: Array | None = None):
+    """bool[…, K, T]: real completion tokens, from the recorded lengths, or from others of the batch."""
+    return jnp.arange(batch.tokens.shape[-1]) < (batch.lengths if lengths is None else lengths)[..., None]
 
 
 def policy_loss(params, batch: TrainBatch, prior: Prior, weighed: Weighed | None, denominator, settings: Settings):

@@ -41,6 +41,18 @@ class OneOf(NamedTuple):
         return f"is not known{hint}; known: {', '.join(self.names)}"
 
 
+class SomeOf(NamedTuple):
+    """Names of these, separated by commas; at least one, none twice."""
+
+    names: tuple[str, ...]
+
+    def complaint(self, value) -> str | None:
+        given = value.split(",")
+        if set(given) <= set(self.names) and len(set(given)) == len(given):
+            return None
+        return f"is no list such as {','.join(self.names[:2])!r}; known: {', '.join(self.names)}"
+
+
 class FileName(NamedTuple):
     """A string that can be a part of a folder's name."""
 
@@ -49,6 +61,16 @@ class FileName(NamedTuple):
         return None if good else "is to be part of a folder's name: use letters, digits and _ . + -"
 
 
+class Holds(NamedTuple):
+    """A text with this part, or none at all."""
+
+    part: str
+
+    def complaint(self, value) -> str | None:
+        return None if not value or self.part in value else f"lacks {self.part}; write it where that is to stand"
+
+
+FILE_TASKS = ("file", "gsm8k", "math", "aime", "amc", "dapo_math")  # tasks whose problems stand in a data file
 MAX_INT32 = 2**31 - 1
 Seed = Annotated[int, Range(low=0, high=MAX_INT32)]
 Count = Annotated[int, Range(low=1, high=MAX_INT32)]
@@ -65,17 +87,34 @@ AxisSize = Annotated[int, Range(low=-1)]
 class ModelOptions:
     path: str
     dtype: Annotated[str, OneOf(("float32", "bfloat16"))]
+    compute_dtype: Annotated[str, OneOf(("", "float32", "bfloat16"))]
     remat: Annotated[str, OneOf(("none", "layer", "dots"))]
     token_chunk: Count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    rank: CountOrOff
+    alpha: Positive
+    targets: Annotated[str, SomeOf(("q", "k", "v", "o", "gate", "up", "down"))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskOptions:
     name: str
     path: str
+    eval_path: str
+    prompt_field: str
+    answer_field: str
+    gold: Annotated[str, OneOf(("", "as_is", "hash", "boxed"))]
+    grader: Annotated[str, OneOf(("", "math", "exact", "numeric"))]
+    template: Annotated[str, Holds("{prompt}")]
+    stop: str
+    chat: bool
+    system: str
     seed: Seed
-    train_prompts: Count
-    eval_prompts: Count
+    train_prompts: CountOrOff
+    eval_prompts: CountOrOff
     mix: str
     shots: CountOrOff
     shuffle_rewards: bool
@@ -176,6 +215,8 @@ class LossOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerOptions:
+    optimizer: Annotated[str, OneOf(("adamw", "adafactor"))]
+    moment_dtype: Annotated[str, OneOf(("float32", "bfloat16"))]
     learning_rate: NonNegative
     warmup_updates: CountOrOff
     schedule: Annotated[str, OneOf(("constant", "cosine"))]
@@ -223,6 +264,7 @@ class Config:
     name: Annotated[str, FileName()]
     seed: Seed
     model: ModelOptions
+    lora: LoraOptions
     task: TaskOptions
     rollout: RolloutOptions
     budget: BudgetOptions

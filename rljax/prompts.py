@@ -38,16 +38,24 @@ class PromptSet:
         return self.take(np.arange(len(self)), np.arange(len(self)))
 
 
-def encode(examples: list[dict], tokenizer: Tokenizer, max_tokens: int, what: str) -> PromptSet:
+def conversation(prompt: str, system: str) -> list[dict[str, str]]:
+    """The chat messages that ask for an answer to a prompt, after a system message unless that is ""."""
+    before = [{"role": "system", "content": system}] if system else []
+    return [*before, {"role": "user", "content": prompt}]
+
+
+def encode(
+    examples: list[dict], tokenizer: Tokenizer, max_tokens: int, what: str, *, chat: bool, system: str
+) -> PromptSet:
     """Tokenises prompts; one longer than max_tokens is dropped and counted, never cut into another task.
 
-    An example's "prompt" is text, or a list of chat messages for the tokenizer's template.
+    An example's "prompt" is text. chat: it is rendered as a conversation by the tokenizer's template.
     Raises ValueError if nothing is left.
     """
     kept, tokens = [], []
     for example in examples:
         prompt = example["prompt"]
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.chat(prompt)
+        ids = tokenizer.chat(conversation(prompt, system)) if chat else tokenizer.encode(prompt)
         if 0 < len(ids) <= max_tokens:
             kept.append(example)
             tokens.append(ids)

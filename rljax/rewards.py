@@ -259,11 +259,18 @@ class StreamingScorer:
     def __init__(self, pool: RewardPool, tokenizer: Tokenizer, prompts: Prompts):
         self._pool, self._tokenizer, self._prompts = pool, tokenizer, prompts
         self._parts: list[tuple[np.ndarray, Future[Scores]]] = []
+        self.texts: dict[int, str] = {}  # row → what the grader saw
 
     def __call__(self, rollouts: Rollouts, rows: np.ndarray) -> None:
-        """Submits the rows (numbers in rollouts) that have just ended."""
+        """Submits the rows (numbers in rollouts) that have just ended.
+
+        A tag that the chat template opened for the answer (<think>) stands before the text.
+        """
         ids = [rollouts.tokens[row, : rollouts.lengths[row]].tolist() for row in rows]
-        texts = [self._tokenizer.completion(row) for row in ids]
+        groups = rollouts.group[rows].tolist()
+        opened = {group: self._tokenizer.prefilled(self._prompts.tokens[group]) for group in set(groups)}
+        texts = [opened[group] + self._tokenizer.completion(row) for group, row in zip(groups, ids, strict=True)]
+        self.texts.update(zip(rows.tolist(), texts, strict=True))
         examples = [self._prompts.examples[rollouts.group[row]] for row in rows]
         self._parts.append((rows, self._pool.submit(texts, examples)))
 

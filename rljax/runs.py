@@ -75,21 +75,24 @@ def resumed(config: Config, state, over: bool) -> tuple[str, str]:
     return "resumed", f"at step {state.step}, {spent}"
 
 
-def describe(config: Config, model, params, mesh, prompts, held_out) -> list[tuple[str, str]]:
-    """Rows of the start-up table. prompts, held_out: prompts.PromptSet."""
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+def describe(config: Config, model, learner, mesh, prompts, held_out, dropped) -> list[tuple[str, str]]:
+    """Rows of the start-up table. prompts, held_out: prompts.PromptSet. dropped: tasks.base.Task's."""
+    trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (learner.params, learner.frozen))
+    of_them = f", {trained:,} of them trained" if frozen else ""
     r, b = config.rollout, config.budget
     axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
     keep = "all" if config.pods.rule == "all" else f"{config.pods.keep} by {config.pods.rule}"
     kind = model.config.model_type
     too_long = prompts.dropped + held_out.dropped
-    dropped = f"; {too_long:,} longer than {r.max_prompt_tokens} tokens dropped" if too_long else ""
+    left_out = {**dropped, **({f"longer than {r.max_prompt_tokens} tokens": too_long} if too_long else {})}
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
+    without = f"; left out: {reasons}" if reasons else ""
     actor = config.actor.path if config.actor.path else config.actor.dtype
     by = [("actor", f"{actor} makes the rollouts; reward and effective are its own")] if actor else []
     return [
-        ("model", f"{config.model.path} ({kind}, {count:,} parameters, {config.model.dtype})"),
+        ("model", f"{config.model.path} ({kind}, {trained + frozen:,} parameters{of_them}, {config.model.dtype})"),
         *by,
-        ("task", f"{config.task.name}: {len(prompts):,} training prompts, {len(held_out):,} held out{dropped}"),
+        ("task", f"{config.task.name}: {len(prompts):,} training prompts, {len(held_out):,} held out{without}"),
         ("step", f"{r.prompts} prompts × {r.samples} rollouts of ≤ {r.max_new_tokens} tokens, kept: {keep}"),
         ("budget", f"{b.rollouts:,} rollouts, {b.rule}; about {total_steps(config):,} steps"),
         ("mesh", f"{axes} ({mesh.devices.size} {mesh.devices.flat[0].platform} devices)"),

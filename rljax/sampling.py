@@ -257,6 +257,7 @@ def generate(
     _check_numbers(shape, limits, temperatures, model.config.vocab_size)
     board = Board(counts, lanes=lanes, slots=shape.slots, columns=shape.columns, top_logprobs=top_logprobs)
     pool = _pool_maker(model, model.cache_dtype(params), shape, mesh)()
+    params = model.cast(params)
     while True:
         for chunk in _chunks(board.bind(), lanes):
             pool = _bind(params, pool, *_bind_arguments(chunk, prompts, streams, shape, mesh), model=model)

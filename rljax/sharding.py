@@ -25,6 +25,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
+    "lora": (),
     "replicated": (),
 }
 
@@ -135,13 +136,23 @@ def put_by_prompt(mesh: Mesh, tree):
 
 
 def like_params(tree, params_shardings_tree, mesh: Mesh):
-    """Shardings of an optimizer state: what is shaped like the parameters takes theirs; the rest is whole."""
+    """Shardings of an optimizer state: what is shaped like a parameter takes its; the rest is whole.
+
+    tree: of abstract arrays. params_shardings_tree: NamedShardings in the parameters' tree. A subtree with the
+    parameters' structure but other ranks (adafactor's rows and columns) is whole.
+    """
     params_structure = jax.tree.structure(params_shardings_tree)
 
     def is_params(node):
         return jax.tree.structure(node) == params_structure
 
     def one(node):
-        return params_shardings_tree if is_params(node) else replicated(mesh)
+        if not is_params(node):
+            return replicated(mesh)
+        return jax.tree.map(fitting, node, params_shardings_tree)
+
+    def fitting(leaf, where):
+        split = isinstance(where, NamedSharding) and len(where.spec) != leaf.ndim
+        return replicated(mesh) if split else where
 
     return jax.tree.map(one, tree, is_leaf=is_params)

@@ -9,33 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from rljax import batching, budget, learner, prompts, rewards, rollout, tokenizer
+from rljax import batching, budget, learner, rewards, rollout, sharding
 from rljax.algos import advantages, cero, down_sampling
-from rljax.models import Model, quantized
+from rljax.models import quantized
 from rljax.options import Config
+from rljax.parts import ACCEPTANCE, CONTROL, SAMPLES, SELECTION, Parts
 from rljax.types import Prompts, Rollouts, RunState
-
-SAMPLES, EVALUATION, SELECTION, CONTROL, ACCEPTANCE = range(5)  # streams of random keys, folded from the seed
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What a run is made of, built once."""
-
-    config: Config
-    mesh: Any
-    model: Model
-    actor_model: Model | None  # of the rollouts, where another model makes them
-    tokenizer: tokenizer.Tokenizer
-    pool: rewards.RewardPool
-    stream: prompts.Stream
-    held_out: prompts.PromptSet
-    allocator: budget.Uniform | budget.Cero
-    step: Any  # learner.make_step's
-    reference: Any  # parameters of the KL's reference policy, or None
-
-    def key(self, stream: int) -> jax.Array:
-        return jax.random.fold_in(jax.random.key(self.config.seed), stream)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,9 +50,11 @@ def train_step(parts: Parts, state: RunState, grants: budget.Grants, stages) -> 
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             max_new_tokens=config.rollout.max_new_tokens,
             mesh=parts.mesh,
+            halve=may_halve(config, parts.mesh),
         )
         new_learner, sums = parts.step(state.learner, batch, parts.reference, parts.key(ACCEPTANCE))
         line = learner.metrics(jax.device_get(sums))
+    line["train/prompts"] = int(np.count_nonzero(keep.advantages.any(axis=1)))
     line |= parts.allocator.metrics(seen.budget) | keep.metrics | seen.lines | rollout_metrics(seen, config)
     totals = state.totals | {"rollouts": state.totals["rollouts"] + len(seen.rollouts)}
     line["rollouts/total"] = totals["rollouts"]
@@ -81,6 +62,17 @@ def train_step(parts: Parts, state: RunState, grants: budget.Grants, stages) -> 
     line["cero/spent"] = totals["rollouts"] / config.budget.rollouts
     step = state.step + 1
     return RunState(learner=new_learner, budget=seen.budget, draws=seen.draws, step=step, totals=totals), line
+
+
+def may_halve(config: Config, mesh) -> bool:
+    """Whether a batch may go without the prompts whose advantages are all 0, as half a batch.
+
+    They must add nothing to any gradient, and what is left must divide over minibatches and devices.
+    """
+    loss, learner = config.loss, config.learner
+    others = loss.kl_coef > 0 or loss.entropy_coef > 0 or config.jackpot.rule != "none" or bool(config.actor.path)
+    parts = sharding.size(mesh, "prompts") * learner.micro_batches
+    return not others and learner.minibatches == 1 and config.rollout.prompts % (2 * parts) == 0
 
 
 def collect(parts: Parts, state: RunState, grants: budget.Grants, stages) -> Experience:

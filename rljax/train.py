@@ -6,14 +6,13 @@ import dataclasses
 import functools
 import pathlib
 
-from rljax import budget, evaluate, learner, metrics, rewards, runs, sharding, tasks
-from rljax import prompts as prompts_lib
-from rljax import tokenizer as tokenizer_lib
+from rljax import budget, evaluate, metrics, rewards, runs, tasks
+from rljax import parts as parts_lib
 from rljax.checkpoint import Checkpointer
-from rljax.models import hf
-from rljax.objectives import Settings
+from rljax.models import hf, lora, peft
 from rljax.options import Config
-from rljax.step import EVALUATION, Parts, train_step
+from rljax.parts import EVALUATION, Parts
+from rljax.step import train_step
 from rljax.types import RunState
 
 
@@ -31,20 +30,20 @@ def run(config: Config, workdir: pathlib.Path) -> dict:
         Checkpointer(workdir / "checkpoints", config.checkpoint.keep) as checkpoints,
         metrics.Console() as console,
     ):
-        parts, state = build(config, task, pool)
+        parts, state = parts_lib.build(config, task, pool)
         latest = checkpoints.latest_step()
         if latest is not None:
             state = checkpoints.restore(state)
         stages = metrics.Stages(state.totals["stage_s"])
         grants = draw(parts, state, stages)
         sets = parts.stream.prompts, parts.held_out
-        table = runs.describe(config, parts.model, state.learner.params, parts.mesh, *sets)
+        table = runs.describe(config, parts.model, state.learner, parts.mesh, *sets, task.dropped)
         if latest is not None:
             table.append(runs.resumed(config, state, over=grants is None))
         console.start(f"rljax {config.name}", table, progress(config, state))
         with metrics.MetricsWriter(workdir, latest) as writer:
             if latest is None:
-                state, line = held_out(parts, state, stages)
+                state, line = held_out(parts, state, workdir, stages)
                 console.evaluation(0, line)
                 state, line = timed(state, line, stages)
                 writer.write(0, line)
@@ -54,7 +53,7 @@ def run(config: Config, workdir: pathlib.Path) -> dict:
                 grants = draw(parts, state, stages)
                 last = grants is None
                 if last or (config.eval.every and state.step % config.eval.every == 0):
-                    state, scores = held_out(parts, state, stages)
+                    state, scores = held_out(parts, state, workdir, stages)
                     console.evaluation(state.step, scores)
                     line |= scores
                 state, line = timed(state, line, stages)
@@ -67,8 +66,7 @@ def run(config: Config, workdir: pathlib.Path) -> dict:
         checkpoints.wait()
         if (text := runs.unspent(config, state)) is not None:
             console.warn(text)
-        hf.save(workdir / "model", parts.model, state.learner.params)
-        parts.tokenizer.save(workdir / "model")
+        export(workdir, parts, state)
         summary = runs.summary(config, state)
         metrics.write_summary(workdir, summary)
         first, final = summary["eval"]["first"], summary["eval"]["last"]
@@ -100,105 +98,23 @@ def timed(state: RunState, line: dict, stages: metrics.Stages) -> tuple[RunState
     return dataclasses.replace(state, totals=state.totals | {"stage_s": stages.seconds, "wall_s": wall}), line | lap
 
 
-def build(config: Config, task: tasks.Task, pool: rewards.RewardPool) -> tuple[Parts, RunState]:
-    """The parts of a run, and its state before the first step."""
-    mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
-    check_division(config, mesh)
-    m = config.model
-    load = functools.partial(hf.load, dtype=m.dtype, mesh=mesh, remat=m.remat)
-    model, params = load(m.path)
-    check_sizes(config, model)
-    tokenizer = tokenizer_lib.load(m.path).stopping_at(task.stop)
-    limit = config.rollout.max_prompt_tokens
-    train = prompts_lib.encode(task.train, tokenizer, limit, "training")
-    updates = runs.total_steps(config) * config.learner.minibatches * config.learner.epochs
-    optimizer, actor_model, actor, actor_optimizer = learner.make_optimizer(config.learner, updates), None, None, None
-    if config.actor.path:
-        actor_model, actor_params = load(config.actor.path)
-        check_vocabulary(config, model.config, actor_model.config, tokenizer)
-        options = dataclasses.replace(config.learner, learning_rate=config.actor.learning_rate)
-        actor_optimizer = learner.make_optimizer(options, updates)
-        actor = learner.init(actor_params, actor_optimizer)
-    state = learner.init(params, optimizer, actor)
-    settings = Settings(
-        model=model,
-        loss=config.loss,
-        jackpot=config.jackpot,
-        actor=config.actor,
-        actor_model=actor_model,
-        temperature=config.rollout.temperature,
-        token_chunk=m.token_chunk,
-        max_length=config.rollout.max_new_tokens,
-        micro_batches=config.learner.micro_batches,
-        minibatches=config.learner.minibatches,
-        epochs=config.learner.epochs,
-    )
-    parts = Parts(
-        config=config,
-        mesh=mesh,
-        model=model,
-        actor_model=actor_model,
-        tokenizer=tokenizer,
-        pool=pool,
-        stream=prompts_lib.Stream(train, config.seed),
-        held_out=prompts_lib.encode(task.eval, tokenizer, limit, "held-out"),
-        allocator=budget.from_config(config, len(train)),
-        step=learner.make_step(settings, optimizer, state, actor_optimizer),
-        reference=load(m.path)[1] if config.loss.kl_coef > 0 else None,
-    )
-    totals = {"rollouts": 0, "wall_s": 0.0, "stage_s": {}, "eval": {}}
-    return parts, RunState(learner=state, budget=parts.allocator.init(), draws=0, step=0, totals=totals)
+def export(workdir: pathlib.Path, parts: Parts, state: RunState) -> None:
+    """The trained model as a Hugging Face directory, `model`; its adapters alone beside it, `adapter`."""
+    model, params = parts.model, lora.whole(state.learner)
+    if model.lora is not None:
+        peft.save(workdir / "adapter", model, params, base=parts.config.model.path)
+        params = lora.merged(params, model.lora)
+    hf.save(workdir / "model", model, params)
+    parts.tokenizer.save(workdir / "model")
 
 
-def check_vocabulary(config: Config, policy, actor, tokenizer: tokenizer_lib.Tokenizer) -> None:
-    """Raises ValueError where the actor's tokens are not the policy's."""
-    if policy.vocab_size != actor.vocab_size:
-        raise ValueError(
-            f"actor.path = {config.actor.path!r} has a vocabulary of {actor.vocab_size} tokens, model.path ="
-            f" {config.model.path!r} one of {policy.vocab_size}; choose an actor with the policy's tokenizer"
-        )
-    if tokenizer_lib.load(config.actor.path).inner.get_vocab() != tokenizer.inner.get_vocab():
-        raise ValueError(
-            f"actor.path = {config.actor.path!r} and model.path = {config.model.path!r} have tokenizers of unlike"
-            " vocabularies; choose an actor with the policy's tokenizer"
-        )
+def held_out(parts: Parts, state: RunState, workdir: pathlib.Path, stages) -> tuple[RunState, dict]:
+    """Held-out metrics of the policy, recorded in the state's totals as first, last and best; of the actor beside.
 
-
-def check_sizes(config: Config, model) -> None:
-    """Raises ValueError where the config asks for more than the model has: positions, or tokens of a table."""
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    if longest > model.config.max_positions:
-        raise ValueError(
-            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}, but {config.model.path} has"
-            f" {model.config.max_positions} positions; lower them"
-        )
-    if config.jackpot.rule != "none" and config.jackpot.top_k > model.config.vocab_size:
-        raise ValueError(
-            f"jackpot.top_k = {config.jackpot.top_k} is more than the vocabulary of {config.model.path},"
-            f" {model.config.vocab_size} tokens; lower it"
-        )
-
-
-def check_division(config: Config, mesh) -> None:
-    """Raises ValueError where prompts, lanes or micro-batches do not divide over the devices of prompts."""
-    shards = sharding.size(mesh, "prompts")
-    per_update = config.rollout.prompts // (config.learner.minibatches * config.learner.micro_batches)
-    sizes = {
-        "rollout.lanes": config.rollout.lanes,
-        "rollout.prompts / (learner.minibatches × learner.micro_batches)": per_update,
-    }
-    for name, size in sizes.items():
-        if size % shards:
-            raise ValueError(
-                f"{name} = {size} does not divide over the {shards} devices that split prompts "
-                f"(mesh.data × mesh.fsdp); make it a multiple of {shards}, or change the mesh"
-            )
-
-
-def held_out(parts: Parts, state: RunState, stages) -> tuple[RunState, dict]:
-    """Held-out metrics of the policy, recorded in the state's totals as first, last and best; of the actor beside."""
-    evaluated = functools.partial(
-        evaluate.held_out,
+    The policy's completions go to eval/STEP.jsonl.
+    """
+    score = functools.partial(
+        evaluate.score,
         prompts=parts.held_out,
         config=parts.config,
         tokenizer=parts.tokenizer,
@@ -206,9 +122,11 @@ def held_out(parts: Parts, state: RunState, stages) -> tuple[RunState, dict]:
         key=parts.key(EVALUATION),
     )
     with stages("eval"):
-        scores = evaluated(parts.model, state.learner.params)
+        scored = score(parts.model, lora.whole(state.learner))
+        metrics.write_lines(workdir / "eval" / f"{state.step:06}.jsonl", evaluate.records(scored))
+        scores = evaluate.summarise(scored)
         if state.learner.actor is not None:
-            actor = evaluated(parts.actor_model, state.learner.actor.params)
+            actor = evaluate.summarise(score(parts.actor_model, state.learner.actor.params))
             scores |= {name.replace("eval/", "eval/actor_"): value for name, value in actor.items()}
     entry = {"step": state.step, "accuracy": scores["eval/accuracy"], "avg_at_k": scores["eval/avg_at_k"]}
     known = state.totals["eval"]

@@ -83,6 +83,8 @@ class TrainBatch:
     advantages: float32[P, K].
     draws: uint32[P], samples: int32[P, K]: the coordinates of each row's random keys.
     top_ids, top_logprobs: int32/float32[P, K, T, k] of the sampler's most likely tokens, k = 0 where not recorded.
+    silent_lengths: int32[P, 2K], of rows that were left out since their advantages are 0. They add nothing to the
+        gradient, but count in what it is divided by. None: no row was.
     """
 
     prompt_tokens: Array
@@ -95,18 +97,22 @@ class TrainBatch:
     samples: Array
     top_ids: Array
     top_logprobs: Array
+    silent_lengths: Array | None = None
 
 
 @pytree
 class LearnerState:
-    """Parameters, optimizer state and the int32 count of updates made.
+    """Trained parameters, optimizer state and the int32 count of updates made.
 
+    params: what the optimizer moves: the whole model, or its adapters beside `frozen`.
+    frozen: the rest of the model's parameters, which no step changes and no checkpoint holds; None without adapters.
     actor: the LearnerState of the model that makes the rollouts, where it is another one than the policy.
     """
 
     params: Any
     opt_state: Any
     updates: Array
+    frozen: Any = None
     actor: LearnerState | None = None
 
 

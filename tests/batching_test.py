@@ -88,6 +88,36 @@ def test_masks_come_from_recorded_lengths_also_where_eos_is_the_pad_id(prompts, 
     assert batch.tokens[0, 0, 2] == 2 and mask[0, 2]  # the EOS is trained on
 
 
+def test_a_batch_goes_without_the_prompts_that_have_no_advantage(prompts, rollouts):
+    """Prompt 1 alone teaches, or 1 and 2; the lengths of the others' kept rows stay, to be counted."""
+    advantages = np.array([[0.0, 0.0], [1.0, 9.0], [0.0, 0.0]])
+    batch = jax.tree.map(np.asarray, pack(prompts, rollouts, advantages=advantages, halve=True))
+    np.testing.assert_array_equal(batch.lengths, [[3, 0], [0, 0]])
+    np.testing.assert_array_equal(batch.tokens[0, 0, :3], TOKENS[3][:3])
+    np.testing.assert_array_equal(batch.draws, [8, 0])
+    assert batch.silent_lengths.shape == (2, 4)
+    assert sorted(batch.silent_lengths[batch.silent_lengths > 0]) == [1, 2, 4, 5]
+    advantages[2] = 0.25, -0.25
+    batch = jax.tree.map(np.asarray, pack(prompts, rollouts, advantages=advantages, halve=True))
+    np.testing.assert_array_equal(batch.lengths, [[3, 0], [4, 2]])
+    assert sorted(batch.silent_lengths[batch.silent_lengths > 0]) == [1, 5]
+
+
+def test_a_batch_is_whole_where_more_than_half_of_it_teaches_or_nothing_may_go(prompts, rollouts):
+    whole = pack(prompts, rollouts)
+    assert whole.silent_lengths is None
+    jax.tree.map(np.testing.assert_array_equal, pack(prompts, rollouts, halve=True), whole)
+    silent = pack(prompts, rollouts, advantages=np.zeros((3, 2)))
+    assert silent.lengths.shape == (4, 2) and silent.silent_lengths is None
+
+
+def test_a_batch_without_any_advantage_keeps_a_prompt(prompts, rollouts):
+    """An update is made then, as by the whole batch: on a gradient of 0."""
+    batch = jax.tree.map(np.asarray, pack(prompts, rollouts, advantages=np.zeros((3, 2)), halve=True))
+    np.testing.assert_array_equal(batch.lengths, [[1, 5], [0, 0]])
+    assert sorted(batch.silent_lengths[batch.silent_lengths > 0]) == [2, 3, 4]
+
+
 def test_dtypes(prompts, rollouts):
     batch = pack(prompts, rollouts)
     for name in ("prompt_tokens", "prompt_lengths", "tokens", "lengths", "samples"):

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax import budget, learner, metrics, rewards, sampling, step, tasks, train
+from rljax import budget, learner, metrics, rewards, sampling, step, tasks, tokenizer, train
+from rljax import parts as parts_lib
 from rljax.config import KEYS, ConfigError
 from rljax.types import LearnerState, Rollouts
 
@@ -29,6 +30,12 @@ DATA = {
     "task.name": "arithmetic", "task.path": "x", "task.train_prompts": 11, "task.eval_prompts": 4,
     "rollout.max_prompt_tokens": 5,
 }  # fmt: skip
+FILE = {
+    "task.eval_path": "b.jsonl", "task.prompt_field": "other", "task.answer_field": "wrong", "task.gold": "hash",
+    "task.grader": "exact", "task.template": "Q{prompt}", "task.stop": "\n",
+}  # fmt: skip
+CHAT = {"task.chat": True}
+SYSTEM = {"task.system": "Do: "}
 ARITHMETIC = {"task.seed": 1, "task.mix": "add1:1", "task.shots": 1}
 ENGINE = {
     "seed": 1, "rollout.prompts": 2, "rollout.samples": 3, "rollout.max_new_tokens": 5, "rollout.lanes": 2,
@@ -47,14 +54,15 @@ ALLOCATION = {
     "cero.min_visits": 1,
 }  # fmt: skip
 PROGRAM = {
-    "model.dtype": "bfloat16", "model.remat": "layer", "model.token_chunk": 3, "loss.objective": "cispo",
+    "model.dtype": "bfloat16", "model.compute_dtype": "bfloat16", "lora.rank": 2, "model.remat": "layer",
+    "model.token_chunk": 3, "loss.objective": "cispo",
     "loss.ratio": "sequence", "loss.clip_low": 0.1, "loss.clip_high": 0.1, "loss.dual_clip": 4.0,
     "loss.aggregate": "constant", "loss.kl_coef": 0.2, "loss.kl_kind": "k3", "loss.correction": "truncate",
     "loss.correction_level": "sequence", "loss.correction_low": 0.5, "loss.correction_high": 3.0,
     "learner.minibatches": 1, "learner.epochs": 2, "learner.micro_batches": 2, "learner.learning_rate": 0.5,
     "learner.warmup_updates": 4, "learner.schedule": "constant", "learner.adam_b1": 0.8, "learner.adam_b2": 0.9,
     "learner.adam_eps": 1e-3, "learner.weight_decay": 0.1, "learner.max_grad_norm": 2.0,
-    "loss.entropy_coef": 0.1,
+    "loss.entropy_coef": 0.1, "learner.optimizer": "adafactor", "learner.moment_dtype": "bfloat16",
 }  # fmt: skip
 MESH = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 POOL = {"rewards.workers": 3, "rewards.cpu_seconds": 7.0, "rewards.memory_mb": 333}
@@ -65,13 +73,17 @@ JACKPOT = {
     "jackpot.c2": 2.0, "actor.learning_rate": 0.5, "actor.loss_coef": 0.5, "actor.distill_coef": 0.5,
     "actor.distill_direction": "forward",
 }  # fmt: skip
+LORA = {"lora.alpha": 2.0, "lora.targets": "q,v"}
 EXACT = {"jackpot.normaliser": "exact"}
 ALONE = {
     "model.path": "nowhere", "task.shuffle_rewards": True, "actor.path": "tiny-actor", "actor.dtype": "int8",
     "advantage.overlong_buffer": 2, "rollout.max_rounds": 3,
 }  # fmt: skip
 
-GROUPS = (DATA, ARITHMETIC, ENGINE, REFUSED, SELECTION, ALLOCATION, PROGRAM, JACKPOT, EXACT, MESH, POOL, RUN, ALONE)
+GROUPS = (
+    DATA, FILE, CHAT, SYSTEM, ARITHMETIC, ENGINE, REFUSED, SELECTION, ALLOCATION, PROGRAM, JACKPOT, EXACT, LORA,
+    MESH, POOL, RUN, ALONE,
+)  # fmt: skip
 
 
 def test_every_key_is_in_one_group():
@@ -100,7 +112,7 @@ def no_learner(monkeypatch):
 
 
 def build(config):
-    return train.build(config, tasks.load(config.task), None)
+    return parts_lib.build(config, tasks.load(config.task), None)
 
 
 def assert_each_changes(observe, config_of, group, base=None):
@@ -117,7 +129,35 @@ def test_data(config_of, few_devices, no_learner):
         return parts.stream.prompts.tokens, parts.held_out.tokens
 
     assert_each_changes(observe, config_of, DATA)
-    assert_each_changes(observe, config_of, ARITHMETIC, {"task.name": "arithmetic", "rollout.max_prompt_tokens": 40})
+    arithmetic = {"task.name": "arithmetic", "rollout.max_prompt_tokens": 40}
+    assert_each_changes(observe, config_of, ARITHMETIC, arithmetic)
+
+
+def test_chat(config_of, few_devices, no_learner, monkeypatch):
+    """The lengths of the messages that the chat template is given."""
+
+    def observe(config):
+        return build(config)[0].stream.prompts.tokens
+
+    monkeypatch.setattr(tokenizer.Tokenizer, "chat", lambda self, messages: [len(m["content"]) for m in messages])
+    assert_each_changes(observe, config_of, CHAT)
+    assert_each_changes(observe, config_of, SYSTEM, {"task.chat": True})
+
+
+def test_data_files(config_of, few_devices, no_learner, tmp_path):
+    rows = [{"prompt": f"{i}+1=", "other": f"{i}=", "answer": f"{i}\n#### {i + 2}", "wrong": "0"} for i in range(9)]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[name == "b" :]))
+
+    def observe(config):
+        task = tasks.load(config.task)
+        parts, _ = parts_lib.build(config, task, None)
+        graded = task.grade("so 2", {"answer": "2"})
+        return task.train, task.eval, parts.stream.prompts.tokens, parts.tokenizer.stop, graded
+
+    base = {"task.name": "file", "task.path": str(tmp_path / "a.jsonl"), "rollout.max_prompt_tokens": 40}
+    changes = FILE | {"task.eval_path": str(tmp_path / "b.jsonl")}
+    assert_each_changes(observe, config_of, changes, base)
 
 
 def test_engine(config_of, few_devices, no_learner, monkeypatch):
@@ -135,7 +175,7 @@ def test_engine(config_of, few_devices, no_learner, monkeypatch):
     def observe(config):
         parts, state = build(config)
         grants = train.draw(parts, state, metrics.Stages())
-        return call(train.held_out, parts, state), call(train.train_step, parts, state, grants)
+        return call(train.held_out, parts, state, None), call(train.train_step, parts, state, grants)
 
     monkeypatch.setattr(sampling, "generate", generate)
     assert_each_changes(observe, config_of, ENGINE)
@@ -202,7 +242,7 @@ def test_allocation(config_of):
 
 
 def test_program(softmax_model, tiny_checkpoint, config_of, few_devices, no_learner, make_batch, monkeypatch):
-    """The traced learner step of what train.build wires: loss, optimizer and model are parts of the program."""
+    """The traced learner step of what parts.build wires: loss, optimizer and model are parts of the program."""
     batch, z = make_batch(P=4, K=3, S=6, T=4), {"z": jnp.zeros(32)}
 
     def make_step(settings, optimizer, state, actor_optimizer):
@@ -224,13 +264,14 @@ def test_program(softmax_model, tiny_checkpoint, config_of, few_devices, no_lear
         )
         reference = None if parts.reference is None else z
         kind = settings.model, jax.tree.leaves(state.learner.params)[0].dtype, config.loss.kl_coef > 0
-        return kind, str(jax.make_jaxpr(whole)(small(optimizer, actor), batch, reference, jax.random.key(0)))
+        return kind, str(jax.make_jaxpr(whole)(small(optimizer, actor), None, batch, reference, jax.random.key(0)))
 
     monkeypatch.setattr(learner, "make_step", make_step)
     assert_each_changes(observe, config_of, PROGRAM)
     jackpot = {"loss.correction": "none", "jackpot.rule": "obrs", "actor.path": tiny_checkpoint}
     assert_each_changes(observe, config_of, JACKPOT, jackpot | {"jackpot.target": "new"})
     assert_each_changes(observe, config_of, EXACT, jackpot)
+    assert_each_changes(observe, config_of, LORA, {"lora.rank": 2})
 
 
 def test_the_actor_makes_the_rollouts(config_of, few_devices, no_learner, monkeypatch):
@@ -292,7 +333,7 @@ def test_run_folder(config_of, few_devices, no_learner, monkeypatch, tmp_path):
         line |= dict.fromkeys(("train/unscorable", "train/grader_errors", "train/grader_timeouts"), 0)
         return dataclasses.replace(state, step=state.step + 1, draws=grants.draws, totals=totals), line
 
-    def held_out(parts, state, stages):
+    def held_out(parts, state, workdir, stages):
         entry = {"step": state.step, "accuracy": 0.5, "avg_at_k": 0.5}
         totals = state.totals | {"eval": {"first": entry, "last": entry, "best": entry}}
         return dataclasses.replace(state, totals=totals), {"eval/accuracy": 0.5}
@@ -302,11 +343,11 @@ def test_run_folder(config_of, few_devices, no_learner, monkeypatch, tmp_path):
         plain = LearnerState(params={"w": np.ones(1)}, opt_state=(), updates=np.zeros(()))
         return parts, dataclasses.replace(state, learner=plain)
 
-    real = train.build
-    monkeypatch.setattr(train, "build", build_on_host)
+    real = parts_lib.build
+    monkeypatch.setattr(parts_lib, "build", build_on_host)
     monkeypatch.setattr(train, "train_step", train_step)
     monkeypatch.setattr(train, "held_out", held_out)
-    monkeypatch.setattr(train.hf, "save", lambda *_: None)
+    monkeypatch.setattr(train, "export", lambda *_: None)
     monkeypatch.setattr(rewards, "RewardPool", lambda *_, **__: contextlib.nullcontext())
 
     def observe(config):

@@ -12,17 +12,32 @@ from rljax import config as config_lib
 from rljax import options
 from rljax.algos import advantages, distillation, down_sampling, kl, losses, obrs
 from rljax.models import quantized
+from rljax.tasks import files
 
+FILE = {"task.name": "file", "task.path": "x.jsonl"}
 # For each key a valid value that is not the default's, and what else must change for it to be valid.
 CHANGED = {
     "name": ("other", {}),
     "seed": (7, {}),
     "model.path": ("tiny-actor", {}),
     "model.dtype": ("bfloat16", {}),
+    "model.compute_dtype": ("bfloat16", {}),
     "model.remat": ("layer", {}),
     "model.token_chunk": (64, {}),
-    "task.name": ("other", {}),
-    "task.path": ("problems.jsonl", {}),
+    "lora.rank": (8, {}),
+    "lora.alpha": (16.0, {}),
+    "lora.targets": ("q,v", {}),
+    "task.name": ("module:function", {}),
+    "task.path": ("problems.jsonl", {"task.name": "module:function"}),
+    "task.eval_path": ("held_out.jsonl", FILE),
+    "task.prompt_field": ("question", FILE),
+    "task.answer_field": ("solution", FILE),
+    "task.gold": ("boxed", FILE),
+    "task.grader": ("exact", FILE),
+    "task.template": ("Q: {prompt}", FILE),
+    "task.stop": ("\n", FILE),
+    "task.chat": (True, {}),
+    "task.system": ("Be brief.", {"task.chat": True}),
     "task.seed": (3, {}),
     "task.train_prompts": (512, {}),
     "task.eval_prompts": (64, {}),
@@ -88,6 +103,8 @@ CHANGED = {
     "loss.correction_high": (5.0, {}),
     "loss.entropy_coef": (0.01, {}),
     "loss.mask_truncated": (True, {}),
+    "learner.optimizer": ("adafactor", {}),
+    "learner.moment_dtype": ("bfloat16", {}),
     "learner.learning_rate": (1e-6, {}),
     "learner.warmup_updates": (0, {}),
     "learner.schedule": ("cosine", {}),
@@ -197,7 +214,7 @@ def test_an_unknown_key_is_told_with_the_nearest_known_one(key, near):
 
 
 def test_an_unknown_key_like_no_other_is_told_with_the_blocks():
-    with pytest.raises(config_lib.ConfigError, match="its blocks are model, task, rollout"):
+    with pytest.raises(config_lib.ConfigError, match="its blocks are model, lora, task, rollout"):
         config_lib.check_key("zzz")
 
 
@@ -278,6 +295,8 @@ def test_unknown_choices_are_told_with_the_known_ones(key, spec):
 
 
 CHOICES = {
+    "task.gold": {"", *files.GOLDS},
+    "task.grader": {"", *files.GRADERS},
     "pods.rule": down_sampling.RULES,
     "pods.normalize_over": down_sampling.NORMALIZE_OVER,
     "advantage.baseline": advantages.BASELINES,
@@ -313,6 +332,15 @@ OBRS = {"jackpot.rule": "obrs", "actor.path": "tiny-actor"}
 @pytest.mark.parametrize(
     "changes, told",
     [
+        ({"task.path": "x"}, ["task.path = 'x' has no effect with task.name = 'arith", "task.name to one of file"]),
+        ({"task.grader": "math"}, ["task.grader = 'math' has no effect", "set it to ''"]),
+        (FILE | {"task.path": ""}, ["task.name = 'file' reads its problems from a data file; set task.path"]),
+        (FILE | {"task.shots": 2}, ["task.shots = 2 has no effect with task.name = 'file'", "set it to 0"]),
+        (FILE | {"task.mix": "add1"}, ["task.mix = 'add1' has no effect", "task.name to arithmetic"]),
+        (FILE | {"task.template": "Q:"}, ["task.template = 'Q:' lacks {prompt}"]),
+        (FILE | {"task.eval_prompts": 0}, ["task.eval_prompts = 0 is all of task.eval_path, which is not set"]),
+        ({"task.train_prompts": 0}, ["task.train_prompts = 0 is all of a data file, but task.name = 'arithmetic'"]),
+        ({"task.system": "Be brief."}, ["task.system = 'Be brief.' has no effect without task.chat"]),
         ({"rollout.samples": 1}, ["rollout.samples = 1 is a group of one", "set at least 2"]),
         ({"rollout.temperature": 0.0}, ["rollout.temperature = 0", "greedy", "set it above 0"]),
         ({"rollout.top_k": 5}, ["rollout.top_k = 5 is on in training", "set it to 0"]),
@@ -358,6 +386,9 @@ def test_values_that_exclude_each_other(changes, told):
         {"budget.rollouts": 512},
         {"rollout.samples": 32},  # more than the slots: refilled, where the allocation is uniform
         CERO | {"task.train_prompts": 100, "budget.rollouts": 8_000},
+        CERO | FILE | {"task.train_prompts": 0},  # as many as the file has
+        FILE | {"task.eval_prompts": 0, "task.eval_path": "y.jsonl", "task.name": "gsm8k"},
+        {"task.name": "module:function", "task.path": "x", "task.shots": 3, "task.train_prompts": 0},
         PODS | {"pods.keep": 16},
         PODS | {"pods.keep": 1, "pods.normalize_over": "all"},
         {"learner.schedule": "cosine", "budget.rollouts": 6 * 512},

@@ -5,11 +5,15 @@ import pathlib
 
 import pytest
 
-from configs import default, jackpot, presets
+from configs import cero, default, grpo, jackpot, pods, presets
 from rljax import config as config_lib
 
 FOLDER = pathlib.Path(default.__file__).parent
-EXPERIMENTS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in ("default", "presets"))
+EXPERIMENTS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in ("default", "presets", "papers"))
+OWN = {  # presets that an experiment has beside those of all
+    "grpo": grpo.PAPERS, "pods": pods.PAPER, "cero": cero.PAPER, "jackpot": jackpot.PEERS | jackpot.PAPER,
+    "full": jackpot.PEERS,
+}  # fmt: skip
 
 
 def experiment(name: str, *preset: str) -> config_lib.Config:
@@ -42,9 +46,7 @@ def test_an_experiment_says_what_it_is_and_how_it_is_run(path):
 def test_an_unknown_preset_is_told_with_the_known_ones(path):
     with pytest.raises(ValueError) as caught:
         load(path).get_config("tony")
-    module = load(path)
-    own = getattr(module, "PEERS", jackpot.PEERS if path.stem == "full" else {})
-    known = ", ".join(presets.PRESETS | own)
+    known = ", ".join(presets.PRESETS | OWN[path.stem])
     assert str(caught.value) == f"unknown preset 'tony' (did you mean 'tiny'?); known presets: {known}"
 
 

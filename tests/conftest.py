@@ -7,6 +7,7 @@ import shutil
 import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no folder is refused without asking the network
 # Most of the time of these tests is compilation, and little of it is worth optimising.
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8",

@@ -25,6 +25,9 @@ class Text:
     def completion(self, ids):
         return " ".join(map(str, ids))
 
+    def prefilled(self, prompt):
+        return "<think>" if prompt == [99] else ""
+
 
 class Pool:
     """Answers when asked for results, not before; `grade` of one (text, example)."""
@@ -59,7 +62,7 @@ def rollouts_of(group, sample, tokens, lengths) -> Rollouts:
     )  # fmt: skip
 
 
-def test_held_out_metrics(run_config, monkeypatch):
+def test_measures_of_stated_scores(run_config, monkeypatch):
     """Greedy .6; samples (1+0+2+1+1)/10; a right one among two for 4 of 5; the third sample is the cut one."""
     calls = []
 
@@ -75,14 +78,26 @@ def test_held_out_metrics(run_config, monkeypatch):
     pool = Pool(lambda text, example: SCORES[example["id"], int(text.split()[1])])
     config = run_config({"eval.samples": 2, "eval.temperature": 0.9, "rollout.lanes": 4, "rollout.slots": 4})
     params = jax.device_put(np.zeros(1), jax.devices()[0])
-    out = evaluate.held_out(
+    scored = evaluate.score(
         None, params, prompt_set(), config=config, tokenizer=Text(), pool=pool, key=jax.random.key(0)
     )
-    assert out == {
+    assert evaluate.summarise(scored) == {
         "eval/accuracy": pytest.approx(0.6), "eval/avg_at_k": pytest.approx(0.5),
         "eval/pass_at_k": pytest.approx(0.8), "eval/truncated": 0.5, "eval/unscorable": 1,
         "eval/accuracy_a": pytest.approx(2 / 3), "eval/accuracy_b": pytest.approx(0.5),
     }  # fmt: skip
+    rows = evaluate.report(scored)
+    means = {"accuracy": 0.6, "avg@2": 0.5, "pass@1": 0.5, "pass@2": 0.8, "length": 2, "truncated": 0.5}
+    assert {name: rows[name]["value"] for name in means} == pytest.approx(means)
+    # The two samples' texts differ, so the first has the vote: 1, 0, 1, 0 and the unscorable 0.
+    assert rows["maj@2"]["value"] == pytest.approx(0.4)
+    assert rows["accuracy, a"]["value"] == pytest.approx(2 / 3)
+    assert rows["accuracy"]["low"] < 0.6 < rows["accuracy"]["high"] and rows["length"]["low"] == 2
+    record = evaluate.records(scored)[4]
+    assert record["example"] == {"id": 4, "kind": "a"}
+    assert [(c["text"], c["reward"], c["truncated"]) for c in record["completions"]] == [
+        ("4 0", 0.0, False), ("4 1", 0.0, False), ("4 2", 1.0, True)
+    ]  # fmt: skip
     counts, options = calls[0]
     assert counts == [3] * 5 and options["temperature"] == [0.0, 0.9]
     assert options["slots"] == 3 and options["lanes"] == 5  # 4 × 4 rows make 5 lanes of 3
@@ -98,8 +113,8 @@ def test_real_model_greedy_is_greedy_and_the_same_key_the_same_samples(run_confi
         pool = Pool(lambda text, example: seen.append((example["id"], text)) or 1.0)
         start = len(seen)
         args = dict(config=config, tokenizer=tokenizer_lib.load(tiny_checkpoint), pool=pool)
-        out = evaluate.held_out(model, params, prompt_set(), key=jax.random.key(key), **args)
-        return out["eval/truncated"], sorted(seen[start:])
+        out = evaluate.score(model, params, prompt_set(), key=jax.random.key(key), **args)
+        return out.truncated.mean(), sorted(seen[start:])
 
     first, again, other = run(0), run(0), run(1)
     assert first == again != other and len(first[1]) == 15
@@ -110,20 +125,21 @@ def test_real_model_greedy_is_greedy_and_the_same_key_the_same_samples(run_confi
 def test_streaming_scores_come_back_in_the_rollouts_order():
     """Rows end in any order and in parts; each is graded with its own prompt's example, up to its length."""
     prompts = Prompts(
-        ids=np.array([7, 8]), draws=np.array([0, 1]), tokens=([1], [2]), examples=({"id": 7}, {"id": 8})
+        ids=np.array([7, 8]), draws=np.array([0, 1]), tokens=([1], [99]), examples=({"id": 7}, {"id": 8})
     )
     tokens, lengths = [[5, 0], [6, 9], [7, 9], [8, 0]], [1, 2, 2, 1]
     rows = rollouts_of([0, 0, 1, 1], [0, 1, 0, 1], tokens, lengths)
-    values = {"5": 0.5, "6 9": np.nan, "7 9": 0.25, "8": 1.0}
+    values = {"5": 0.5, "6 9": np.nan, "<think>7 9": 0.25, "<think>8": 1.0}
     pool = Pool(lambda text, example: values[text] + example["id"])
     scorer = rewards.StreamingScorer(pool, Text(), prompts)
     scorer(rows, np.array([3]))
     scorer(rows, np.array([2, 0, 1]))
     scores = scorer.result(4)
+    assert scorer.texts == {0: "5", 1: "6 9", 2: "<think>7 9", 3: "<think>8"}
     np.testing.assert_array_equal(scores.rewards, np.array([7.5, np.nan, 8.25, 9.0], np.float32))
     assert scores.rewards.dtype == np.float32
     assert (scores.unscorable, scores.errors, scores.timeouts) == (1, 1, 1)
-    assert scores.first_error == "row 7 9"
+    assert scores.first_error == "row <think>7 9"
 
 
 def test_streaming_scorer_refuses_rows_that_never_came_or_came_twice():

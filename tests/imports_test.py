@@ -21,10 +21,12 @@ PARTS = (
 TABLE = {
     "": (),
     "main": ("", "config", "train", "evaluate", "report", "plan"),
-    "train": ("runs", "evaluate", "budget", "objectives", "step", *STAGES, *PARTS),
-    "step": ("budget", *STAGES, *PARTS),  # train's, one step of it
+    "train": ("runs", "evaluate", "budget", "parts", "step", *STAGES, *PARTS),
+    "step": ("budget", "parts", *STAGES, *PARTS),  # train's, one step of it
+    "parts": ("runs", "budget", "objectives", *STAGES, *PARTS),  # what train, step and evaluate work with
     "runs": ("config", "metrics", *PARTS),
-    "evaluate": (*STAGES, *PARTS),
+    "evaluate": ("estimates", "parts", "runs", *STAGES, *PARTS),
+    "estimates": (),
     "report": ("config", *STAGES, *PARTS),
     "plan": ("config", *STAGES, *PARTS),
     "config": ("options",),

@@ -13,8 +13,9 @@ from rljax.models.transformer import Model
 from rljax.options import LearnerOptions
 
 ADAMW = LearnerOptions(
-    learning_rate=1e-2, warmup_updates=0, schedule="constant", adam_b1=0.9, adam_b2=0.99, adam_eps=1e-8,
-    weight_decay=0.0, max_grad_norm=1.0, minibatches=1, epochs=1, micro_batches=1,
+    optimizer="adamw", moment_dtype="float32", learning_rate=1e-2, warmup_updates=0, schedule="constant",
+    adam_b1=0.9, adam_b2=0.99, adam_eps=1e-8, weight_decay=0.0, max_grad_norm=1.0, minibatches=1, epochs=1,
+    micro_batches=1,
 )  # fmt: skip
 
 

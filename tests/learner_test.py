@@ -110,6 +110,28 @@ def test_padding_prompts_weigh_nothing(make_batch):
     assert parts == pytest.approx(line, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+def test_prompts_without_an_advantage_may_be_left_out(make_batch, aggregate, micro_batches):
+    """Gradient and loss are those of the whole batch, in which prompts 2, 4 and 5 say nothing and 6, 7 are padding."""
+    batch, E, W = make_batch(), *jax.random.normal(jax.random.key(0), (2, 32, 8))
+    taught, silent = np.array([0, 1, 3, 6]), np.array([2, 4, 5, 7])
+    batch.advantages[silent] = 0
+    less = jax.tree.map(lambda x: x[taught], batch)
+    less = dataclasses.replace(less, silent_lengths=np.pad(batch.lengths[silent], ((0, 0), (0, 3))))
+    loss = dataclasses.replace(LOSS, aggregate=aggregate)
+
+    def run(batch, micro_batches=1):
+        state = learner.init({"E": E.copy(), "W": W.T.copy()}, RECORD)
+        step = learner.make_step(settings(Bigram(), loss, micro_batches=micro_batches), RECORD, state)
+        state, sums = step(state, batch, None)
+        return jax.device_get(state.opt_state), learner.metrics(jax.device_get(sums))["train/loss"]
+
+    (want, whole_loss), (got, own_loss) = run(batch), run(less, micro_batches)
+    assert_same_gradient(got, want)
+    assert own_loss == pytest.approx(whole_loss, rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def whole(random_model, make_batch):
     """(step, gradient, metrics) of the decoder's batch as one micro-batch on one device."""

@@ -65,7 +65,7 @@ def update_memory(rule: str, table: str = "union", num_layers: int = 30) -> tupl
     )  # fmt: skip
     step = functools.partial(learner.train_step, settings=settings, optimizer=optimizer)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    compiled = jax.jit(step, donate_argnums=0).lower(state, batch, None, key).compile()
+    compiled = jax.jit(step, donate_argnums=0).lower(state, None, batch, None, key).compile()
     return working_memory(compiled), compiled.memory_analysis().temp_size_in_bytes
 
 

@@ -7,19 +7,24 @@ from rljax import prompts
 
 
 class Letters:
-    """A tokenizer of one id a letter; a chat is the letters of its messages after an id of its own."""
+    """A tokenizer of one id a letter; in a chat, after a 0, each message is its letters after its role's id."""
 
     def encode(self, text):
         return [ord(c) for c in text]
 
     def chat(self, messages):
-        return [1] + [ord(c) for m in messages for c in m["content"]]
+        roles = {"user": 1, "system": 2}
+        return [0] + [i for m in messages for i in (roles[m["role"]], *self.encode(m["content"]))]
+
+
+def encode(examples, max_tokens, what="training", chat=False, system=""):
+    return prompts.encode(examples, Letters(), max_tokens, what, chat=chat, system=system)
 
 
 @pytest.fixture
 def seven():
     examples = [{"prompt": "abcdefg"[i] * (i + 1), "answer": str(i)} for i in range(7)]
-    return prompts.encode(examples, Letters(), 99, "training")
+    return encode(examples, 99)
 
 
 def test_every_epoch_visits_every_prompt_once_in_an_order_of_its_own(seven):
@@ -56,21 +61,24 @@ def test_prompts_come_with_their_tokens_and_examples(seven):
 
 def test_an_overlong_prompt_is_dropped_and_counted_never_cut():
     examples = [{"prompt": p} for p in ("ab", "abcdef", "", "abc", "abcd")]
-    kept = prompts.encode(examples, Letters(), 3, "training")
+    kept = encode(examples, 3)
     assert [e["prompt"] for e in kept.examples] == ["ab", "abc"] and kept.dropped == 3
     assert kept.tokens == ([97, 98], [97, 98, 99]) and len(kept) == 2
 
 
-def test_a_chat_goes_through_the_template():
-    kept = prompts.encode([{"prompt": [{"role": "user", "content": "ab"}]}], Letters(), 3, "training")
-    assert kept.tokens == ([1, 97, 98],)
+def test_a_chat_goes_through_the_template_and_is_measured_after_it():
+    examples = [{"prompt": p} for p in ("a", "b" * 6)]
+    kept = encode(examples, 7, chat=True)
+    assert kept.tokens == ([0, 1, 97],) and kept.dropped == 1  # the other has eight
+    assert encode(examples, 7).dropped == 0
+    assert encode(examples[:1], 7, chat=True, system="s").tokens == ([0, 2, 115, 1, 97],)
 
 
 def test_nothing_left_is_an_error_that_names_the_key():
     with pytest.raises(
         ValueError, match="none of the 2 held-out prompts has 1 to 3 tokens.*max_prompt_tokens"
     ):
-        prompts.encode([{"prompt": "abcd"}, {"prompt": "abcde"}], Letters(), 3, "held-out")
+        encode([{"prompt": "abcd"}, {"prompt": "abcde"}], 3, what="held-out")
 
 
 def test_all_is_the_data_set_in_order(seven):

@@ -202,7 +202,9 @@ def test_no_rows():
 
 
 def test_rows_scored_as_they_end_keep_their_place_and_take_their_own_prompt():
-    tokenizer = types.SimpleNamespace(completion=lambda ids: "".join(chr(96 + i) for i in ids if i != 26))
+    tokenizer = types.SimpleNamespace(
+        completion=lambda ids: "".join(chr(96 + i) for i in ids if i != 26), prefilled=lambda prompt: ""
+    )
     prompts = rljax_types.Prompts(
         ids=np.array([5, 3]),
         draws=np.array([0, 1]),

@@ -8,6 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rljax import prompts, tokenizer
+from rljax.tasks import grading
 
 BOS, EOS, END, PAD = 256, 257, 258, 259
 SPECIAL = {"<s>": BOS, "</s>": EOS, "<|im_end|>": END, "<pad>": PAD}
@@ -64,6 +65,37 @@ def test_a_template_without_a_bos_gets_none(tmp_path):
     assert t.chat([{"role": "user", "content": "hi"}]) == t.encode("hi")[1:]
 
 
+def test_a_rendered_prompt_that_has_its_bos_gets_no_second(folder):
+    t = tokenizer.load(folder)
+    assert t.encode("<s>2+2=") == t.encode("2+2=") == [BOS, *t.encode("2+2=")[1:]]
+    assert t.encode(" <s>").count(BOS) == 2  # it does not begin with one
+
+
+def test_a_template_that_refuses_a_system_message_is_told(tmp_path):
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{% endif %}{{ m['content'] + '' }}{% endfor %}"
+    )
+    t = tokenizer.load(make(tmp_path / "model", template=template))
+    assert t.chat([{"role": "user", "content": "hi"}]) == t.encode("hi")[1:]
+    with pytest.raises(ValueError, match="refuses a conversation of system, user: System role not supported; leave"):
+        t.chat([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}])
+    with pytest.raises(ValueError, match="refuses a conversation of user: "):
+        t.chat([{"role": "user", "content": 3}])
+
+
+@pytest.mark.parametrize(
+    "ending, prefilled",
+    [("<think>\n", "<think>\n"), ("<think>", "<think>"), ("", ""), ("<think>\n\n</think>\n\n", ""), ("<b>", "")],
+)
+def test_the_tag_that_a_template_writes_itself(ending, prefilled, tmp_path):
+    template = TEMPLATE.replace("assistant:", "assistant:" + ending.replace("\n", "{{ '\\n' }}"))
+    t = tokenizer.load(make(tmp_path / "model", template=template))
+    assert t.prefilled(t.chat([{"role": "user", "content": "<think>"}])) == prefilled
+    completion = "2+2</think><answer>4</answer>"
+    assert grading.format_reward(t.prefilled(t.encode("Q: " + ending)) + completion) == float(bool(prefilled))
+
+
 def test_no_template_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no chat template"):
         tokenizer.load(make(tmp_path / "model", template=None)).chat([{"role": "user", "content": "hi"}])
@@ -93,6 +125,39 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path):
         tokenizer.load(tmp_path / "model")
 
 
+@pytest.mark.parametrize(
+    "name, content, told",
+    [
+        ("generation_config.json", "{", "generation_config.json is not valid JSON"),
+        ("generation_config.json", "[256]", "generation_config.json holds a JSON list"),
+        ("config.json", '{"eos_token_id": "</s>"}', "config.json: eos_token_id='</s>' is not a token id"),
+        ("generation_config.json", '{"eos_token_id": [1, -1]}', r"eos_token_id=\[1, -1\] is not a token id"),
+        ("generation_config.json", '{"eos_token_id": true}', "eos_token_id=True is not a token id"),
+        ("tokenizer.json", '{"model": ', "tokenizer.json is not valid JSON"),
+        ("tokenizer.json", "{}", "model: its tokenizer files cannot be read"),
+        ("tokenizer_config.json", "[", "tokenizer_config.json is not valid JSON"),
+    ],
+)
+def test_a_malformed_file_is_named(name, content, told, folder):
+    (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=told):
+        tokenizer.load(folder)
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run(folder):
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {
+        "tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
+    }  # fmt: skip
+    file.write_text(json.dumps(config))
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    try:
+        tokenizer.load(folder)
+    except ValueError as e:
+        assert "cannot be read" in str(e)
+    assert not (folder / "ran").exists()
+
+
 def test_a_stop_text_ends_completions_and_is_no_part_of_them(folder, tmp_path):
     t = tokenizer.load(folder)
     assert t.stopping_at("") is t
@@ -117,7 +182,16 @@ def test_save_keeps_the_tokenizer_and_all_stop_ids(folder, tmp_path):
     assert again.chat(message) == t.chat(message)
 
 
+def test_save_keeps_what_else_the_generation_config_says(folder, tmp_path):
+    source = {"eos_token_id": END, "bos_token_id": BOS, "temperature": 0.6, "top_p": 0.95, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(source))
+    tokenizer.load(folder).save(tmp_path / "export")
+    written = json.loads((tmp_path / "export/generation_config.json").read_text())
+    assert written == source | {"eos_token_id": [EOS, END]}
+
+
 def test_overlong_prompts_are_dropped_and_counted_never_cut(folder):
     t = tokenizer.load(folder)
-    kept = prompts.encode([{"prompt": "12345"}, {"prompt": "1234"}, {"prompt": "1+1="}], t, 5, "training")
+    examples = [{"prompt": p} for p in ("12345", "1234", "1+1=")]
+    kept = prompts.encode(examples, t, 5, "training", chat=False, system="")
     assert kept.dropped == 1 and [t.decode(ids) for ids in kept.tokens] == ["1234", "1+1="]

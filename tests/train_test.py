@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import pytest
 
-from rljax import checkpoint, rollout, runs, tokenizer, train
+from rljax import checkpoint, evaluate, rollout, runs, tokenizer, train
 from rljax.config import ConfigError
-from rljax.models import hf
+from rljax.models import hf, lora
 
 ALGORITHMS = {
     "grpo": {},
@@ -24,7 +24,9 @@ ALGORITHMS = {
         "budget.rule": "cero", "budget.epochs": 4, "cero.eta": 1.0, "cero.step_theta": 0.02,
         "cero.step_mu": 0.01,
     },
+    "lora": {"lora.rank": 2, "learner.learning_rate": 0.1},
 }  # fmt: skip
+ADAPTERS = lora.Lora(2, 32.0, ("q", "k", "v", "o", "gate", "up", "down"))
 LAST = 6  # steps of 4 prompts × 4 rollouts that the budget of 96 allows; three are an epoch of 12 prompts
 
 
@@ -150,10 +152,32 @@ def test_summary_and_model(straight, name):
     best = max(evals, key=lambda e: (e["accuracy"], -e["step"]))
     assert summary["eval"] == {"first": evals[0], "last": evals[-1], "best": best}
     model, params = hf.load(run.folder / "model")
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), run.states[LAST].learner.params)
+    learned = run.states[LAST].learner
+    if name == "lora":
+        learned = dataclasses.replace(learned, params=lora.merged(lora.whole(learned), ADAPTERS))
+    assert (run.folder / "adapter" / "adapter_model.safetensors").exists() == (name == "lora")
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), learned.params)
     assert tokenizer.load(run.folder / "model").stop_ids[-1] == 256
     for words in ("eval at step 0", "before", "after", "seconds", f"run folder: {run.folder}"):
         assert words in run.output
+
+
+@pytest.mark.parametrize("name", ["grpo", "lora"])
+def test_evaluating_the_run_folder_gives_its_last_evaluation(straight, run_config, name, tmp_path, capsys):
+    """The newest checkpoint's: the same prompts, keys and completions. Elsewhere it is the model's before training."""
+    run, config = straight(name), run_config(ALGORITHMS[name])
+    before = sorted(p.name for p in run.folder.iterdir())
+    for folder, step, which in ((run.folder, LAST, "last"), (tmp_path, 0, "first")):
+        out = evaluate.run(config, folder)
+        entry = run.summary["eval"][which]
+        assert out["measures"]["accuracy"]["value"] == pytest.approx(entry["accuracy"], abs=1e-6)
+        assert out["measures"]["avg@2"]["value"] == pytest.approx(entry["avg_at_k"], abs=1e-6)
+        stem = "rljax_test_tasks_parity_task" + ("-000006" if step else "")
+        assert json.loads((folder / "eval" / f"{stem}.json").read_text()) == out
+        lines = (folder / "eval" / f"{stem}.jsonl").read_text()
+        assert lines == (run.folder / "eval" / f"{step:06}.jsonl").read_text() and len(lines.splitlines()) == 5
+    assert sorted(p.name for p in run.folder.iterdir()) == before
+    assert "pass@2" in capsys.readouterr().out
 
 
 def test_every_parameter_is_trained(straight):
@@ -192,7 +216,7 @@ def resume(run_config, name, folder, stop_after, every):
     return before, play(config, folder), lines
 
 
-@pytest.mark.parametrize("name, stop_after, every", [("grpo", 3, 3), ("cero", 3, 3), ("pods", 5, 2)])
+@pytest.mark.parametrize("name, stop_after, every", [("grpo", 3, 3), ("cero", 3, 3), ("pods", 5, 2), ("lora", 3, 3)])
 def test_resumed_run_is_the_straight_one(straight, run_config, tmp_path, name, stop_after, every):
     """After step 3, an epoch's end, or lost in step 6 and restored to step 4; equal bit for bit."""
     whole = straight(name)

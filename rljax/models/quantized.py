@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from rljax.models import lora
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import KV, Model, Prefix
 from rljax.types import LearnerState
@@ -58,7 +60,10 @@ class Quantized:
         return self.model.config
 
     def cache_dtype(self, params):
-        return params["embed"].scale.dtype
+        return self.model.cache_dtype({"embed": params["embed"].scale})
+
+    def cast(self, params):
+        return params
 
     def prefill(self, params, tokens, valid) -> Prefix:
         return self.model.prefill(dequantize(params), tokens, valid)
@@ -85,13 +90,17 @@ COPIES = {
 }
 
 
-_copied = jax.jit(lambda copy, model, params: COPIES[copy](model, params)[1], static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _copied(copy: str, model: Model, params):
+    return COPIES[copy](dataclasses.replace(model, lora=None), lora.merge(params, model.lora))[1]
 
 
 def behaviour_of(model: Model, state: LearnerState, actor_model: Model | None, dtype: str):
     """(model, params) that make the rollouts: the actor's, or the policy's own in `dtype` (a key of COPIES)."""
     if state.actor is not None:
         return actor_model, state.actor.params
+    params = lora.whole(state)
     if not dtype:
-        return model, state.params
-    return (Quantized(model) if dtype == "int8" else model), _copied(dtype, model, state.params)
+        return model, params
+    plain = dataclasses.replace(model, lora=None)
+    return (Quantized(plain) if dtype == "int8" else plain), _copied(dtype, model, params)

@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from rljax import sharding
 from rljax.models import attention
 from rljax.models.config import ModelConfig
+from rljax.models.lora import Lora, join, split
 
 
 class KV(NamedTuple):
@@ -34,9 +37,9 @@ class Prefix(NamedTuple):
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and gated MLP of one layer."""
+    """Pre-norm attention and gated MLP of one layer; `lora` adds low-rank adapters to the projections it names."""
 
-    def __init__(self, c: ModelConfig, rngs: nnx.Rngs, dtype):
+    def __init__(self, c: ModelConfig, rngs: nnx.Rngs, dtype, lora: Lora | None = None):
         def weight(shape, axes):
             value = jax.random.normal(rngs.params(), shape, jnp.float32) * shape[0] ** -0.5
             return nnx.Param(value.astype(dtype), axes=("layers", *axes))
@@ -61,13 +64,28 @@ class Block(nnx.Module):
         self.gate = weight((c.hidden_size, c.intermediate_size), ("embed", "mlp"))
         self.up = weight((c.hidden_size, c.intermediate_size), ("embed", "mlp"))
         self.down = weight((c.intermediate_size, c.hidden_size), ("mlp", "embed"))
-        self.config = c
+        for name in () if lora is None else lora.targets:
+            base = getattr(self, name)
+            (size_in, size_out), (_, axis_in, axis_out) = base.shape, base.get_metadata("axes")
+            a = jax.random.normal(rngs.params(), (size_in, lora.rank), jnp.float32) * size_in**-0.5
+            setattr(self, f"{name}_lora_a", nnx.Param(a, axes=("layers", axis_in, "lora")))
+            b = jnp.zeros((lora.rank, size_out), jnp.float32)
+            setattr(self, f"{name}_lora_b", nnx.Param(b, axes=("layers", "lora", axis_out)))
+        self.config, self.lora = c, lora
+
+    def project(self, x, name: str):
+        """x @ W, and α/r · x A B beside it where the projection has an adapter (LoRA, 2106.09685, eq. 3)."""
+        y = linear(x, getattr(self, name)[...])
+        if self.lora is None or name not in self.lora.targets:
+            return y
+        a, b = (getattr(self, f"{name}_lora_{half}")[...].astype(x.dtype) for half in "ab")
+        return y + self.lora.scale * linear(linear(x, a), b)
 
     def qkv(self, x, cos, sin):
         """x[..., E] → q[..., H, D], k[..., KV, D], v[..., KV, D]; q and k rotated."""
         c = self.config
         h = rms_norm(x, self.attn_norm[...], c.norm_eps)
-        q, k, v = linear(h, self.q[...]), linear(h, self.k[...]), linear(h, self.v[...])
+        q, k, v = self.project(h, "q"), self.project(h, "k"), self.project(h, "v")
         if c.qkv_bias:
             q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
         q = q.reshape(*x.shape[:-1], c.num_heads, c.head_dim)
@@ -80,18 +98,18 @@ class Block(nnx.Module):
 
     def finish(self, x, attended):
         """Residual of attention [..., H, D], then the MLP."""
-        x = x + linear(attended.reshape(*x.shape[:-1], -1), self.o[...])
+        x = x + self.project(attended.reshape(*x.shape[:-1], -1), "o")
         h = rms_norm(x, self.mlp_norm[...], self.config.norm_eps)
-        return x + linear(jax.nn.silu(linear(h, self.gate[...])) * linear(h, self.up[...]), self.down[...])
+        return x + self.project(jax.nn.silu(self.project(h, "gate")) * self.project(h, "up"), "down")
 
 
 class Decoder(nnx.Module):
     """Embedding, L blocks and the output head."""
 
-    def __init__(self, c: ModelConfig, rngs: nnx.Rngs, dtype):
+    def __init__(self, c: ModelConfig, rngs: nnx.Rngs, dtype, lora: Lora | None = None):
         embed = jax.random.normal(rngs.params(), (c.vocab_size, c.hidden_size), jnp.float32) * 0.02
         self.embed = nnx.Param(embed.astype(dtype), axes=("vocab", "embed"))
-        self.layers = nnx.vmap(lambda r: Block(c, r, dtype))(rngs.split(c.num_layers))
+        self.layers = nnx.vmap(lambda r: Block(c, r, dtype, lora))(rngs.split(c.num_layers))
         self.norm = nnx.Param(jnp.ones((c.hidden_size,), dtype), axes=("embed_norm",))
         if not c.tie_embeddings:
             head = jax.random.normal(rngs.params(), (c.hidden_size, c.vocab_size), jnp.float32)
@@ -101,13 +119,12 @@ class Decoder(nnx.Module):
     def extend(self, tokens, positions, valid, prefix: Prefix | None, remat: str):
         """hidden[P, G, T, E] and each layer's own keys and values, of rows after an optional prefix."""
         x, cos, sin = self._embed(tokens, positions)
-        window = self.config.sliding_window
-        mask = attention.visible(positions, positions, valid, window)
-        prefix_mask = None if prefix is None else _prefix_mask(prefix, positions, window)
+        masks, windows = self._masks(positions, positions, valid, prefix)
         graphdef, stacked = nnx.split(self.layers)
 
         def layer(x, xs):
-            weights, own_prefix = xs
+            weights, own_prefix, window = xs
+            mask, prefix_mask = masks(window)
             block = nnx.merge(graphdef, weights)
             q, k, v = block.qkv(x, cos, sin)
             k, v = jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3)
@@ -115,7 +132,8 @@ class Decoder(nnx.Module):
             x = block.finish(x, attention.attend(q, k, v, mask, *shared))
             return x, KV(k, v)
 
-        x, kv = jax.lax.scan(REMAT[remat](layer), x, (stacked, None if prefix is None else prefix.kv))
+        xs = stacked, None if prefix is None else prefix.kv, windows
+        x, kv = jax.lax.scan(REMAT[remat](layer), x, xs)
         return rms_norm(x, self.norm[...], self.config.norm_eps), kv
 
     def decode(self, tokens, positions, index, prefix: Prefix, cache: KV, column):
@@ -126,17 +144,17 @@ class Decoder(nnx.Module):
         if it has lived that long. index: int32[P, G], the row's steps before this one (at most C - 1).
         """
         x, cos, sin = self._embed(tokens[..., None], positions[..., None])
-        window = self.config.sliding_window
         age = (column - jnp.arange(cache.k.shape[4])) % cache.k.shape[4]
         key_positions = positions[..., None] - age
-        mask = attention.visible(positions[..., None], key_positions, age <= index[..., None], window)
-        prefix_mask = _prefix_mask(prefix, positions[..., None], window)
+        masks, windows = self._masks(positions[..., None], key_positions, age <= index[..., None], prefix)
         graphdef, stacked = nnx.split(self.layers)
 
         def layer(i, carry):
             x, cache = carry
             pick = functools.partial(jax.lax.dynamic_index_in_dim, index=i, axis=0, keepdims=False)
-            block = nnx.merge(graphdef, jax.tree.map(pick, stacked))
+            weights, window = jax.tree.map(pick, (stacked, windows))
+            block = nnx.merge(graphdef, weights)
+            mask, prefix_mask = masks(window)
             q, k, v = block.qkv(x, cos, sin)
 
             def put(buffer, new):
@@ -158,7 +176,24 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens, positions):
         angles = positions[..., None].astype(jnp.float32) * self.config.inverse_frequencies()
-        return self.embed[...][tokens], jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+        cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+        scaling = self.config.rope_scaling
+        if scaling is not None and scaling.magnitude != 1:
+            cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
+        return self.embed[...][tokens], cos, sin
+
+    def _masks(self, positions, key_positions, key_valid, prefix: Prefix | None):
+        """(window → (mask of own keys, of the prefix's or None), windows int32[L], or None if layers are alike)."""
+
+        def masks(window):
+            mask = attention.visible(positions, key_positions, key_valid, window)
+            return mask, None if prefix is None else _prefix_mask(prefix, positions, window)
+
+        windows = self.config.windows()
+        if isinstance(windows, np.ndarray):
+            return masks, jnp.asarray(windows)
+        same = masks(windows)
+        return lambda _: same, None
 
 
 # What the backward pass computes again: nothing, all of a layer, or all of it but the products with its weights.
@@ -199,35 +234,48 @@ def _prefix_mask(prefix: Prefix, positions, window):
 
 
 @functools.lru_cache
-def _abstract(config: ModelConfig, dtype: str):
+def _abstract(config: ModelConfig, lora: Lora | None, dtype: str):
     """(graphdef, abstract state) of a decoder; nothing is allocated."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), jnp.dtype(dtype))))
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), jnp.dtype(dtype), lora)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The static half of a decoder. remat: what the backward pass recomputes, a key of REMAT."""
+    """The static half of a decoder.
+
+    remat: what the backward pass recomputes, a key of REMAT. lora: adapters beside its projections.
+    compute_dtype: of products and caches; "" is the parameters' own. Norms, rotary embeddings, softmax and logits
+    are float32 always.
+    """
 
     config: ModelConfig
     remat: str = "none"
+    lora: Lora | None = None
+    compute_dtype: str = ""
 
     def init(self, key, dtype="float32"):
         """Random parameters: a nested dict of arrays."""
-        return nnx.to_pure_dict(nnx.state(Decoder(self.config, nnx.Rngs(key), jnp.dtype(dtype))))
+        return nnx.to_pure_dict(nnx.state(Decoder(self.config, nnx.Rngs(key), jnp.dtype(dtype), self.lora)))
 
     def abstract_params(self, dtype="float32"):
         """Shapes and dtypes of the parameters."""
-        return nnx.to_pure_dict(_abstract(self.config, dtype)[1])
+        return nnx.to_pure_dict(_abstract(self.config, self.lora, dtype)[1])
 
     def axes(self):
         """Logical axis names of every parameter, in the parameters' tree."""
-        state = _abstract(self.config, "float32")[1]
+        state = _abstract(self.config, self.lora, "float32")[1]
         flat = {path: variable.get_metadata("axes") for path, variable in nnx.to_flat_state(state)}
         return nnx.traversals.unflatten_mapping(flat)
 
     def cache_dtype(self, params):
         """Of keys and values."""
-        return params["embed"].dtype
+        return jnp.dtype(self.compute_dtype) if self.compute_dtype else params["embed"].dtype
+
+    def cast(self, params):
+        """The parameters in the compute dtype. A loop over tokens casts once, before it."""
+        if not self.compute_dtype:
+            return params
+        return _cast(params, self.compute_dtype)
 
     def prefill(self, params, tokens, valid) -> Prefix:
         """Keys and values of prompts. tokens: int32[P, S]; valid: bool[P, S], padding at either side."""
@@ -253,7 +301,21 @@ class Model:
         return self._decoder(params).unembed(hidden)
 
     def _decoder(self, params) -> Decoder:
-        return nnx.merge(_abstract(self.config, "float32")[0], params)
+        return nnx.merge(_abstract(self.config, self.lora, "float32")[0], self.cast(params))
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _cast(params, dtype: str):
+    return jax.tree.map(lambda w: w.astype(dtype), params)
+
+
+def attach_lora(model: Model, params, lora: Lora, key):
+    """(model, params) with new adapters beside the given base parameters, sharded by the same rules."""
+    mesh, adapted = sharding.mesh_of(params), dataclasses.replace(model, lora=lora)
+    where = sharding.params_shardings(mesh, adapted.axes(), adapted.abstract_params())
+    # Only the adapters leave the jitted init, so that no second base is made.
+    make = jax.jit(lambda key: split(adapted.init(key))[0], out_shardings=split(where)[0])
+    return adapted, join(make(key), params)
 
 
 def logits(model: Model, params, tokens, lengths=None):

@@ -21,9 +21,21 @@ def _arithmetic(config: Any) -> Task:
     )
 
 
+def _file(config: Any) -> Task:
+    from rljax.tasks import files
+
+    return files.from_config(config)
+
+
 # name -> a function of the config's task block. Modules are imported when asked for, with what they need.
 TASKS: dict[str, Callable[[Any], Task]] = {
     "arithmetic": _arithmetic,
+    "file": _file,
+    "gsm8k": _file,
+    "math": _file,
+    "aime": _file,
+    "amc": _file,
+    "dapo_math": _file,
 }
 
 
@@ -52,7 +64,7 @@ def load(config: Any) -> Task:
     return task
 
 
-def _from_path(path: str) -> Callable[[Any], Task]:
+def _from_path(path: str) -> Callable[[Any], object]:
     module_name, _, function_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)

@@ -7,6 +7,7 @@ math-verify (and sympy under it, about a second to import) is imported at the fi
 
 from __future__ import annotations
 
+import cmath
 import functools
 import itertools
 import logging
@@ -31,18 +32,19 @@ _NUMBER = re.compile(
 _LATEX_FRACTION = re.compile(
     r"((?<![\w.])[0-9]+)?\s*\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}"  # perhaps a mixed number
 )
+_LATEX_THOUSANDS = re.compile(r"(?<=[0-9])(?:,\s*\\!|\{,\})\s*(?=[0-9]{3}(?![0-9]))")
+_TRAILING = re.compile(r"(?:\\[,;:! ]|[.,;\s])+\Z")  # punctuation, and LaTeX's spaces
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
-def _last_box(text: str) -> str | None:
+def last_box(text: str) -> str | None:
     """The content of the complete, non-empty box that opens last; one pass over the text."""
     opened: list[int | None] = []  # per open brace: where its box's content starts, None for a plain brace
     last_start, content = -1, None
     for token in _BOX_TOKEN.finditer(text):
         if token.group() == "}":
             start = opened.pop() if opened else None
-            inside = "" if start is None else text[start : token.start()].strip()
-            if inside and start > last_start:
+            if start is not None and start > last_start and (inside := text[start : token.start()].strip()):
                 last_start, content = start, inside
         elif token.group() == "{":
             opened.append(None)
@@ -53,7 +55,7 @@ def _last_box(text: str) -> str | None:
 
 def _marked_answer(completion: str) -> str | None:
     """The answer that the completion marks as such: a box, an answer tag or a line after "####"."""
-    box = _last_box(completion)
+    box = last_box(completion)
     if box is not None:
         return box
     tags = [content.strip() for content in _ANSWER_TAG.findall(completion)]
@@ -82,8 +84,9 @@ def extract_answer(completion: str) -> str | None:
 
 
 def _latex_plain(text: str) -> str:
-    """One kind of minus, and no LaTeX spacing in thousands."""
-    return text.replace("−", "-").replace("\\!", "").replace("{,}", ",")
+    """One kind of minus, and thousands without LaTeX's separators: ``29,\\!322`` is ``29322``."""
+    text = _LATEX_THOUSANDS.sub("", text.replace("−", "-"))
+    return text.replace("\\!", "").replace("{,}", ",")
 
 
 def _plain_numbers(text: str) -> str:
@@ -109,8 +112,8 @@ def _fraction(text: str) -> Fraction | None:
 
 
 def _text(answer: str) -> str:
-    """An answer without the marks around it: dollar signs, LaTeX text commands, outer spaces, a full stop."""
-    answer = _TEXT_COMMAND.sub(r"\1", answer.strip())
+    """An answer without the marks around it: dollar signs, LaTeX text commands, spaces, a full stop."""
+    answer = _TEXT_COMMAND.sub(r"\1", answer.replace("\\!", "").strip())
     answer = answer.removesuffix(".").strip()
     if len(answer) > 1 and answer[0] == answer[-1] == "$":
         answer = answer.strip("$")
@@ -142,9 +145,11 @@ def _depth(text: str) -> int:
 @functools.lru_cache(maxsize=1024)  # a gold is read once for all samples of its prompt
 def _parse(answer: str) -> tuple:
     """math-verify's readings of an answer that are mathematics; () if there is none or it is too large."""
-    answer = answer.strip().strip("$").rstrip(".,; \n")
+    if len(answer) > MAX_ANSWER_CHARS:
+        return ()
+    answer = _TRAILING.sub("", answer.strip().strip("$"))
     answer = re.sub(r"\s*([-+*/=])\s*", r"\1", _latex_plain(answer))
-    if not answer or len(answer) > MAX_ANSWER_CHARS or _depth(answer) > MAX_DEPTH:
+    if not answer or _depth(answer) > MAX_DEPTH:
         return ()
     readings = _math_verify().parse(
         f"\\boxed{{{answer}}}", fallback_mode="no_fallback", parsing_timeout=None
@@ -156,9 +161,31 @@ def _parse(answer: str) -> tuple:
 def _equal(answer: str, gold: str) -> bool:
     readings = _parse(answer)
     gold_readings = _parse(gold) if readings else ()
-    return bool(gold_readings) and _math_verify().verify(
-        list(gold_readings), list(readings), timeout_seconds=None
+    return any(
+        _math_verify().verify(gold_reading, reading, timeout_seconds=None)
+        for gold_reading, reading in itertools.product(gold_readings, readings)
+        if not _differ(gold_reading, reading)
     )
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """Whether two readings are for certain unequal: exact expressions of unlike values at one point.
+
+    math-verify would find the same by simplifying their difference, in tens of times the time.
+    """
+    import sympy
+
+    inexact = (sympy.Float, sympy.UnevaluatedExpr)  # decimals are compared rounded, and percent with numbers
+    for expr in (a, b):
+        if not isinstance(expr, sympy.Expr) or isinstance(expr, sympy.Symbol) or expr.has(*inexact):
+            return False
+    symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+    point = {symbol: sympy.Rational(sympy.prime(10 + i), 31) for i, symbol in enumerate(symbols)}
+    try:
+        x, y = (complex(expr.subs(point).evalf()) for expr in (a, b))
+    except Exception:  # sympy raises anything; where it has no value there, math-verify decides
+        return False
+    return cmath.isfinite(x) and cmath.isfinite(y) and abs(x - y) > 1e-6 * max(1.0, abs(x), abs(y))
 
 
 def _log2_bound(expr: Any) -> float:
@@ -242,6 +269,11 @@ def _number(answer: str) -> Fraction | None:
     """The last number in an answer."""
     numbers = _NUMBER.findall(_plain_numbers(answer)) if len(answer) <= MAX_ANSWER_CHARS else []
     return _fraction(numbers[-1]) if numbers else None
+
+
+def holds_number(gold: str | float) -> bool:
+    """Whether a gold answer can be graded by :func:`grade_numeric`."""
+    return _number(_gold_answer(gold)) is not None
 
 
 def grade_numeric(

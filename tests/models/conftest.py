@@ -12,21 +12,23 @@ def _row_logits(c, params, ids):
     S, D = ids.shape[0], c.head_dim
     position = jnp.arange(S)
     angle = position[:, None, None] * jnp.asarray(c.inverse_frequencies())
-    seen = position[:, None] >= position[None]
-    if c.sliding_window is not None:
-        seen &= position[:, None] - position[None] < c.sliding_window
+    causal = position[:, None] >= position[None]
+    magnitude = 1.0 if c.rope_scaling is None else c.rope_scaling.magnitude
 
     def norm(x, weight):
         return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + c.norm_eps) * weight
 
     def rope(x):
         a, b = x[..., : D // 2], x[..., D // 2 :]
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        cos, sin = jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
         return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
     x = params["embed"][ids]
     for i in range(c.num_layers):
         w = {name: value[i] for name, value in params["layers"].items()}
+        seen = causal
+        if c.sliding_window is not None and (c.sliding_layers is None or c.sliding_layers[i]):
+            seen = causal & (position[:, None] - position[None] < c.sliding_window)
         h = norm(x, w["attn_norm"])
         q, k, v = (h @ w[n] + (w[f"{n}_bias"] if c.qkv_bias else 0) for n in "qkv")
         q, k, v = q.reshape(S, -1, D), k.reshape(S, -1, D), v.reshape(S, -1, D)

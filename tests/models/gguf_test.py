@@ -25,6 +25,7 @@ F32, F16, BF16, Q8_0, Q4_1 = (
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORD = "xyzzy"
+YARN = [("add_rope_scaling_type", gguf_lib.RopeScalingType.YARN), ("add_rope_scaling_factor", 4.0)]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 AWKWARD = [
     "1234567 + 89 = 1,234,656", " 7", "a1b22c333d4444", "½ ² Ⅻ ١٢٣ 三",
@@ -192,9 +193,10 @@ def test_blocks_of_rows_do_not_change_the_weights(write, tmp_path, monkeypatch):
 def test_the_tokenizer_gives_the_ids_of_its_source(write, tmp_path, name):
     source, *_ = source_tokenizer(name)
     got = tokenizer.load(gguf.to_hf(write(pre=name)[0], tmp_path))
-    bos = [321] if name == "llama-bpe" else []  # Llama's tokenizer adds its BOS, unless the file says no
     for text in AWKWARD:
         ids = source(text)["input_ids"]
+        # Llama's tokenizer adds its BOS, unless the file says no or the text has it.
+        bos = [321] if name == "llama-bpe" and ids[:1] != [321] else []
         assert got.encode(text) == bos + ids, text
         assert got.inner.decode(ids) == source.decode(ids), text
     assert got.inner.unk_token is None
@@ -231,7 +233,9 @@ def test_template_and_stop_ids(write, tmp_path):
     folder = gguf.to_hf(write(keys=[("add_eot_token_id", 5)])[0], tmp_path)
     got = tokenizer.load(folder)
     assert got.stop_ids == (5, 320, 322)  # eot, <|endoftext|> by its name, eos
-    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [5, 320, 322]
+    for name in ("generation_config.json", "config.json"):
+        written = json.loads((folder / name).read_text())
+        assert (written["eos_token_id"], written["bos_token_id"]) == ([5, 320, 322], 321)
     assert (got.inner.bos_token, got.inner.eos_token) == ("<|im_start|>", "<|im_end|>")
     ids = got.chat([{"role": "user", "content": "3 + 4"}])
     assert ids[0] == 321 and ids.count(322) == 1
@@ -245,6 +249,15 @@ def test_rotary_scaling(write, tmp_path):
     )
     assert hf.read_config(gguf.to_hf(linear[0], tmp_path)).rope_scaling == RopeScaling(
         kind="linear", factor=4.0
+    )
+    yarn = write(keys=YARN)
+    assert hf.read_config(gguf.to_hf(yarn[0], tmp_path)).rope_scaling == RopeScaling(
+        kind="yarn", factor=4.0, original_max_positions=128  # of the context, where the file says no other
+    )
+    fields = [("orig_ctx_len", 32), ("yarn_beta_fast", 16.0), ("yarn_beta_slow", 2.0)]
+    yarn = write(keys=[*YARN, *((f"add_rope_scaling_{name}", value) for name, value in fields)])
+    assert hf.read_config(gguf.to_hf(yarn[0], tmp_path)).rope_scaling == RopeScaling(
+        kind="yarn", factor=4.0, original_max_positions=32, beta_fast=16.0, beta_slow=2.0
     )
     # The four pairs turn in 2π, 2π·10³, 2π·10⁶ and 2π·10⁹ positions. The second turns 8192 / 6283.2 = 1.3038
     # times: (1.3038 - 1) / (4 - 1) = .10127 of the way from stretched to kept, 1 / (.89873 / 32 + .10127) = 7.731.
@@ -263,7 +276,13 @@ def test_rotary_scaling(write, tmp_path):
         ({"unknown": True}, "architecture 'mamba' is not supported; known: llama, qwen2, qwen3"),
         ({"pre": "tekken"}, "pre-tokenizer 'tekken' is not supported; known: smollm, qwen2, llama-bpe"),
         ({"keys": [("add_tokenizer_model", "llama")]}, "tokenizer.ggml.model 'llama'"),
-        ({"keys": [("add_rope_scaling_type", gguf_lib.RopeScalingType.YARN)]}, "rotary scaling 'yarn'"),
+        ({"keys": [("add_rope_scaling_type", gguf_lib.RopeScalingType.LONGROPE)]}, "rotary scaling 'longrope'"),
+        ({"keys": [("add_rope_scaling_type", gguf_lib.RopeScalingType.YARN)]}, "lacks the key llama.rope.scaling.fac"),
+        ({"keys": [*YARN, ("add_rope_scaling_yarn_attn_factor", 1.5)]}, "yarn_attn_factor 1.5"),
+        ({"keys": [*YARN, ("add_rope_scaling_yarn_beta_fast", 0.5)]}, "beta_fast=0.5 is not above beta_slow=1.0"),
+        ({"keys": [("add_head_count_kv", 3)]}, "=4 is not a multiple of num_key_value_heads=3"),
+        ({"keys": [("add_head_count", 0)]}, "attention.head_count=0 is not one whole number"),
+        ({"keys": [("add_head_count_kv", [2, 2])]}, r"head_count_kv=\[2, 2\] is not one whole number"),
         ({"keys": [("add_sliding_window", 16)]}, "sliding_window 16"),
         ({"keys": [("add_rope_dimension_count", 4)]}, "rope.dimension_count 4"),
         ({"keys": [("add_token_types", [1, 1])]}, "328 tokens and 2 token types"),

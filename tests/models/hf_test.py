@@ -1,8 +1,10 @@
-"""Hugging Face directories: bit-for-bit round trips, both spellings of config.json, named errors."""
+"""Hugging Face directories: bit-for-bit round trips, memory, both spellings of config.json, named errors."""
 
 import json
 import pathlib
+import tracemalloc
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,17 +13,21 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rljax import models, sharding
-from rljax.models import hf
+from rljax.models import hf, weights
 from rljax.models.config import RopeScaling
 from rljax.models.transformer import Model
 
 LLAMA3 = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LINEAR = RopeScaling(kind="linear", factor=2.0)
+YARN = RopeScaling(kind="yarn", factor=4.0, original_max_positions=32)
 FAMILIES = {
     "llama tied": {},
     "llama untied": {"tie_embeddings": False, "rope_scaling": LLAMA3},
     "qwen2": {"model_type": "qwen2", "qkv_bias": True, "sliding_window": 16, "rope_scaling": LINEAR},
-    "qwen3": {"model_type": "qwen3", "qk_norm": True, "tie_embeddings": False},
+    "qwen3": {
+        "model_type": "qwen3", "qk_norm": True, "tie_embeddings": False, "rope_scaling": YARN, "sliding_window": 16,
+        "sliding_layers": (False, True, False),
+    },
 }
 LAYER_TENSORS = {
     "input_layernorm.weight", "post_attention_layernorm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight",
@@ -107,8 +113,8 @@ def test_a_tied_checkpoint_may_repeat_its_embedding_as_the_head(saved):
     same(models.load(folder)[1], params)
 
 
-def test_shards_with_an_index(saved):
-    folder, _, params = saved
+def split(folder):
+    """Makes two files and an index of the one; returns the index's weight_map."""
     stored = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names, where = sorted(stored), {}
@@ -117,6 +123,12 @@ def test_shards_with_an_index(saved):
         save_file({n: stored[n] for n in part}, folder / file)
         where |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return where
+
+
+def test_shards_with_an_index(saved):
+    folder, _, params = saved
+    where = split(folder)
     model, loaded = models.load(folder)
     same(loaded, params)
     # Saving here replaces the shards: they would be read before the new weights.
@@ -126,6 +138,95 @@ def test_shards_with_an_index(saved):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     with pytest.raises(FileNotFoundError, match="model-00001-of-00002.safetensors is missing"):
         models.load(folder)
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    "index, told",
+    [
+        ("{", "index.json is not valid JSON"),
+        ({"weights": {}}, "index.json: weight_map is no object"),
+        ({"weight_map": []}, "index.json: weight_map is no object"),
+        ({NORM: "model-00002-of-00002.safetensors"}, f"{NORM} in model-00002-of-00002.safetensors, which does not"),
+        ({"model.gone.weight": "model-00001-of-00002.safetensors"}, "model.gone.weight in model-00001.*does not hold"),
+        ({NORM: "../model-00001-of-00002.safetensors"}, rf"tensor {NORM} is in '\.\./model-00001"),
+        ({NORM: 2}, f"tensor {NORM} is in 2, no "),
+        ({NORM: "pytorch_model.bin"}, "is in 'pytorch_model.bin', no .*safetensors file"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_told(index, told, saved):
+    folder, *_ = saved
+    where = split(folder)
+    if isinstance(index, dict) and not {"weights", "weight_map"} & set(index):
+        index = {"weight_map": where | index}
+    text = index if isinstance(index, str) else json.dumps(index)
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=told):
+        models.load(folder)
+
+
+def test_a_tensor_in_two_files_is_told(saved):
+    folder, *_ = saved
+    split(folder)
+    file = folder / "model-00002-of-00002.safetensors"
+    save_file(load_file(file) | load_file(folder / "model-00001-of-00002.safetensors"), file)
+    with pytest.raises(ValueError, match="tensor model.* lies in both .*00001-of-00002.* and .*00002-of-00002"):
+        models.load(folder)
+
+
+def test_large_models_are_saved_in_several_files(saved, monkeypatch):
+    folder, model, params = saved
+    whole = load_file(folder / "model.safetensors")
+    monkeypatch.setattr(weights, "SHARD_BYTES", 8000)
+    models.save(folder, model, params)
+    files = sorted(folder.glob("*.safetensors"))
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert [f.name for f in files] == names and len(files) > 2
+    tensors = [load_file(f) for f in files]
+    assert all(sum(t.nbytes for t in part.values()) <= 8000 for part in tensors)
+    assert {name: t.tobytes() for part in tensors for name, t in part.items()} == {
+        name: t.tobytes() for name, t in whole.items()
+    }
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
+    assert index["weight_map"] == {n: f.name for f, part in zip(files, tensors, strict=True) for n in part}
+    same(models.load(folder)[1], params)
+    monkeypatch.undo()
+    models.save(folder, model, params)
+    assert [f.name for f in folder.glob("*.safetensors*")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("stored, spread", [("float32", False), ("bfloat16", True)])
+def test_loading_holds_one_tensor_of_the_file_in_host_memory(stored, spread, tmp_path, make_config, random_params):
+    # Many layers, each much smaller than the embedding (2 MiB in float32), all of them together larger.
+    config = make_config(
+        vocab_size=4096, hidden_size=128, intermediate_size=512, num_layers=16, num_heads=8, head_dim=16,
+        model_type="qwen2", qkv_bias=True,
+    )  # fmt: skip
+    model = Model(config)
+    models.save(tmp_path / "m", model, random_params(model, dtype=stored))
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2) if spread else sharding.single_device_mesh()
+    models.load(tmp_path / "m", mesh=mesh)  # compiles
+    largest = 4096 * 128 * np.dtype(stored).itemsize
+    tracemalloc.start()
+    try:
+        models.load(tmp_path / "m", mesh=mesh)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # Beside numpy's bytes this counts objects of Python, of which a model of any size has as many.
+    assert 0.9 * largest < peak < 1.1 * largest + 300_000, f"{peak:,} of {largest:,}"
+
+
+def test_equal_parts_are_read_once(saved, monkeypatch):
+    folder, *_ = saved
+    read, calls = weights.Reader.read, []
+    monkeypatch.setattr(weights.Reader, "read", lambda self, name, index: calls.append(name) or read(self, name, index))
+    models.load(folder, mesh=sharding.make_mesh(data=4, fsdp=2))
+    assert calls.count("model.embed_tokens.weight") == 2  # the halves of fsdp, which four devices have each
+    assert calls.count("model.norm.weight") == 1
 
 
 def test_each_device_gets_its_shard_and_the_whole_is_the_same(saved):
@@ -212,13 +313,6 @@ def test_a_sliding_window_holds_only_where_it_is_used(fields, window, saved):
     assert hf.read_config(folder).sliding_window is None
 
 
-def test_a_window_in_some_layers_is_an_error(saved):
-    folder, *_ = saved
-    edit(folder, model_type="qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=1)
-    with pytest.raises(ValueError, match="config.json: sliding_window is on in 2 of 3 layers"):
-        models.load(folder)
-
-
 @pytest.mark.parametrize(
     "fields, told",
     [
@@ -230,10 +324,17 @@ def test_a_window_in_some_layers_is_an_error(saved):
         ({"hidden_act": "gelu"}, "config.json: hidden_act='gelu' is not supported; known: silu"),
         ({"hidden_size": None, "vocab_size": None}, "config.json lacks vocab_size, hidden_size"),
         (
-            {"rope_scaling": {"rope_type": "yarn"}},
-            "config.json: rope_type='yarn' is not supported; known: .*llama3",
+            {"rope_scaling": {"rope_type": "dynamic"}},
+            "config.json: rope_scaling: rope_type='dynamic' is not supported; known: .*llama3, yarn",
         ),
-        ({"intermediate_size": 99}, r"mlp\.\w+_proj.weight has shape .*24.* config.json asks for .*99"),
+        (
+            {"intermediate_size": 99},
+            r"model.safetensors: tensor model.layers.0.mlp.gate_proj.weight has shape \(24, 16\), "
+            r"config.json asks for \(99, 16\)",
+        ),
+        ({"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1}, r"embed_tokens.weight has shape .*2147483647"),
+        ({"num_hidden_layers": 10_000}, r"missing \['model.layers.3.*\(89973\)"),
+        ({"num_hidden_layers": 10_001}, "num_hidden_layers=10001 is not a whole number from 1 to 10000"),
         ({"num_hidden_layers": 4}, r"missing \['model.layers.3.*\(9\), not expected none"),
         ({"num_hidden_layers": 2}, r"missing none \(0\), not expected \['model.layers.2.*\(9\)"),
         ({"model_type": "qwen3"}, r"missing \['model.layers.0.self_attn.k_norm.weight"),
@@ -266,12 +367,90 @@ def test_broken_files_are_named(saved):
         models.load(folder)
 
 
+def test_other_dtypes_than_those_of_a_decoder_are_told(saved):
+    folder, *_ = saved
+    stored = load_file(folder / "model.safetensors")
+    stored["model.norm.weight"] = stored["model.norm.weight"].astype(np.int8)
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="model.safetensors: tensor model.norm.weight is I8, known: F32, F16, BF16"):
+        models.load(folder)
+
+
+def test_half_precision_files_are_read(saved):
+    folder, _, params = saved
+    stored = load_file(folder / "model.safetensors")
+    save_file({name: t.astype(np.float16) for name, t in stored.items()}, folder / "model.safetensors")
+    same(models.load(folder)[1], jax.tree.map(lambda p: np.asarray(p).astype(np.float16).astype(np.float32), params))
+
+
+def test_pickled_weights_are_not_read(saved):
+    folder, *_ = saved
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="pytorch_model.bin is pickled Python.*convert it to safetensors"):
+        models.load(folder)
+
+
+def test_a_padded_vocabulary_is_stripped_on_export(tmp_path, make_config, random_params):
+    model = Model(make_config(vocab_size=29, tie_embeddings=False))
+    params = random_params(model)
+    models.save(tmp_path / "plain", model, params)
+    padded = params | {
+        "embed": jnp.pad(params["embed"], ((0, 3), (0, 0)), constant_values=7.0),
+        "head": jnp.pad(params["head"], ((0, 0), (0, 3)), constant_values=7.0),
+    }
+    models.save(tmp_path / "padded", model, padded)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "padded"))
+    assert two["lm_head.weight"].shape == two["model.embed_tokens.weight"].shape == (29, 16)
+    assert {n: t.tobytes() for n, t in one.items()} == {n: t.tobytes() for n, t in two.items()}
+    with pytest.raises(ValueError, match=r"parameter norm has shape \(17,\), its config asks for \(16,\)"):
+        models.save(tmp_path / "wrong", model, params | {"norm": jnp.ones(17)})
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_ids_of_special_tokens_and_other_keys_survive_an_export(saved, tmp_path):
+    folder, *_ = saved
+    edit(folder, eos_token_id=[1, 2], bos_token_id=0, initializer_range=0.02, transformers_version="4.40.0")
+    models.save(tmp_path / "out", *models.load(folder))
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert (written["eos_token_id"], written["bos_token_id"], written["initializer_range"]) == ([1, 2], 0, 0.02)
+    assert "transformers_version" not in written
+
+
 def test_an_unknown_name_lists_what_is_shipped_and_how_to_get_others(tmp_path, monkeypatch):
     (tmp_path / "shipped-one").mkdir()
     monkeypatch.setattr(hf, "ASSETS", tmp_path)
     assert hf.resolve("shipped-one") == tmp_path / "shipped-one"
-    with pytest.raises(FileNotFoundError, match="'org/name'.*shipped-one.*download org/name --local-dir DIR"):
-        models.load("org/name")
+    for error in (OSError("no network"), huggingface_hub.errors.HFValidationError("no name")):
+
+        def fail(*args, error=error, **kwargs):
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+        with pytest.raises(FileNotFoundError, match="'org/name'.*shipped-one.*download org/name --local-dir DIR"):
+            models.load("org/name")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)  # not asked for what is no name of the hub
+    for path in ("name", "/nowhere/model", "./org/name", "a/b/c", "../b"):
+        with pytest.raises(FileNotFoundError, match="is no directory and is no shipped checkpoint"):
+            models.load(path)
+
+
+def test_a_name_of_the_hub_is_fetched_without_pickles_or_code(saved, monkeypatch):
+    folder, _, params = saved
+    repository = [
+        "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json", "generation_config.json",
+        "chat_template.jinja", "merges.txt", "pytorch_model.bin", "modeling_x.py", "original/params.json",
+        "original/consolidated.00.pth", "onnx/model.safetensors", "model.gguf",
+    ]  # fmt: skip
+
+    def download(name, *, allow_patterns, ignore_patterns):
+        kept = huggingface_hub.utils.filter_repo_objects(
+            repository, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        assert (name, list(kept)) == ("Qwen/Qwen2.5-0.5B", repository[:7])
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    same(models.load("Qwen/Qwen2.5-0.5B")[1], params)
 
 
 def leftovers(folder):
@@ -284,7 +463,7 @@ def test_a_save_that_fails_half_way_leaves_nothing_and_loses_nothing(where, save
 
     def fail(*args, **kwargs):
         if where == "weights":
-            pathlib.Path(args[1]).write_bytes(b"half")
+            (args[0] / "model.safetensors").write_bytes(b"half")
         raise OSError("no space left")
 
     real = hf.os.replace
@@ -300,7 +479,8 @@ def test_a_save_that_fails_half_way_leaves_nothing_and_loses_nothing(where, save
     if where == "rename":
         monkeypatch.setattr(hf.os, "replace", fail_last_rename)
     else:
-        monkeypatch.setattr(hf, {"weights": "save_file", "config": "write_config"}[where], fail)
+        module, name = {"weights": (weights, "write"), "config": (hf, "write_config")}[where]
+        monkeypatch.setattr(module, name, fail)
     changed = jax.tree.map(lambda p: p + 1, params)
     for target in (folder.parent / "new", folder):
         with pytest.raises(OSError, match="no space left"):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax import sampling
 from rljax.models import logits
 from rljax.models.config import RopeScaling
 from rljax.models.transformer import Model, rotate
@@ -14,12 +15,17 @@ from rljax.models.transformer import Model, rotate
 LLAMA3 = RopeScaling(
     kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8
 )
+YARN = RopeScaling(kind="yarn", factor=4.0, original_max_positions=8, beta_fast=1.0, beta_slow=0.1)
 run = jax.jit(logits, static_argnums=0)
 
 FAMILIES = {
     "llama": {},
     "llama3 rope, untied": {"rope_scaling": LLAMA3, "tie_embeddings": False},
     "qwen2, window": {"model_type": "qwen2", "qkv_bias": True, "sliding_window": 3},
+    "qwen2, window in two layers of three": {
+        "model_type": "qwen2", "qkv_bias": True, "sliding_window": 3, "sliding_layers": (True, False, True),
+    },
+    "yarn rope": {"rope_scaling": YARN},
     "qwen3": {"model_type": "qwen3", "qk_norm": True, "num_layers": 2, "norm_eps": 1e-2},
 }
 
@@ -37,6 +43,19 @@ def test_logits_equal_the_plain_decoder(family, make_config, random_params, plai
     tokens = np.random.default_rng(0).integers(0, 32, (2, 9))
     want = plain_logits(model.config, params, tokens)
     np.testing.assert_allclose(run(model, params, tokens), want, atol=3e-5)
+
+
+def test_decoding_sees_what_whole_rows_see(make_config, random_params, plain_logits):
+    changes = {"sliding_window": 3, "sliding_layers": (True, False, True), "rope_scaling": YARN}
+    model = Model(make_config(**changes))
+    params = random_params(model)
+    prompts = [[1, 2, 3, 4, 5], [7]]
+    rollouts = sampling.generate(model, params, prompts, num_samples=2, max_new_tokens=8, key=jax.random.key(0))
+    for i, group in enumerate(rollouts.group):
+        row = np.array([*prompts[group], *rollouts.tokens[i]])
+        want = jax.nn.log_softmax(plain_logits(model.config, params, np.pad(row, (0, 13 - len(row)))[None])[0])
+        own = np.arange(len(prompts[group]), len(row))
+        np.testing.assert_allclose(rollouts.logprobs[i], want[own - 1, row[own]], atol=3e-5)
 
 
 def test_logits_do_not_see_padding_on_the_right(small):
@@ -164,10 +183,40 @@ def test_linear_scaling_divides_every_frequency(make_config):
     np.testing.assert_allclose(scaled.inverse_frequencies(), plain.inverse_frequencies() / 4, rtol=1e-6)
 
 
-def test_unknown_scaling_lists_the_known(make_config):
-    config = make_config(rope_scaling=RopeScaling(kind="yarn", factor=4.0))
-    with pytest.raises(ValueError, match="'yarn'.*linear, llama3"):
-        config.inverse_frequencies()
+def test_yarn_frequencies_and_magnitude(make_config):
+    # Qwen2.5's documented setting: factor 4 over 32,768 positions, θ = 10⁶, heads of 128. A pair i turns
+    # 32768 / 2π · 10^(-6·2i/128) times: 32 times at i = 23.6 and once at i = 39.7, rounded outwards to 23 and 40.
+    scaling = RopeScaling(kind="yarn", factor=4.0, original_max_positions=32_768)
+    config = make_config(head_dim=128, rope_theta=1e6, rope_scaling=scaling)
+    got = config.inverse_frequencies()
+    plain = make_config(head_dim=128, rope_theta=1e6).inverse_frequencies()
+    np.testing.assert_array_equal(got[:24], plain[:24])
+    np.testing.assert_allclose(got[40:], plain[40:] / 4, rtol=1e-6)
+    slowed = (30 - 23) / (40 - 23)
+    assert got[30] == pytest.approx(1e6 ** (-60 / 128) * (slowed / 4 + 1 - slowed), rel=1e-5)
+    assert scaling.magnitude == pytest.approx(1.138629, abs=1e-6)  # 0.1 ln 4 + 1
+    # Not rounded, the ramp is from 23.6 to 39.7.
+    exact = dataclasses.replace(scaling, truncate=False)
+    low, high = (64 * np.log(32_768 / (2 * np.pi * r)) / np.log(1e6) for r in (32, 1))
+    slowed = (30 - low) / (high - low)
+    assert dataclasses.replace(config, rope_scaling=exact).inverse_frequencies()[30] == pytest.approx(
+        1e6 ** (-60 / 128) * (slowed / 4 + 1 - slowed), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, magnitude",
+    [
+        ({"attention_factor": 1.5}, 1.5),
+        ({"mscale": 2.0, "mscale_all_dim": 1.0}, 1.277259 / 1.138629),  # (0.1 · 2 · ln 4 + 1) / (0.1 ln 4 + 1)
+        ({"mscale": 2.0}, 1.138629),  # one of the two alone says nothing
+        ({"factor": 1.0}, 1.0),
+        ({"kind": "linear"}, 1.0),
+    ],
+)
+def test_magnitude(changes, magnitude):
+    scaling = RopeScaling(**{"kind": "yarn", "factor": 4.0} | changes)
+    assert scaling.magnitude == pytest.approx(magnitude, abs=1e-5)
 
 
 def test_rotation_past_4096_positions(make_config):
@@ -182,8 +231,28 @@ def test_rotation_past_4096_positions(make_config):
 
 @pytest.mark.parametrize(
     "changes, told",
-    [({"num_kv_heads": 3}, "4 is not a multiple.*=3"), ({"head_dim": 7}, "head_dim=7 is odd")],
+    [
+        ({"num_kv_heads": 3}, "4 is not a multiple.*=3"),
+        ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"vocab_size": 0, "num_layers": -1}, "vocab_size=0, num_hidden_layers=-1: a size is"),
+        ({"intermediate_size": 2**31}, "intermediate_size=2147483648: a size is"),
+        ({"sliding_layers": (True,)}, "names 1 of 3 layers"),
+        ({"rope_theta": 1.0, "rope_scaling": YARN}, "rope_theta=1.0 is not above 1"),
+    ],
 )
 def test_a_shape_that_cannot_be_is_an_error(make_config, changes, told):
     with pytest.raises(ValueError, match=told):
         make_config(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"kind": "dynamic"}, "'dynamic' is not known; known: linear, llama3, yarn"),
+        ({"kind": "llama3", "low_freq_factor": 4.0}, "high_freq_factor=4.0 is not above low_freq_factor=4.0"),
+        ({"kind": "yarn", "beta_slow": 32.0}, "beta_fast=32.0 is not above beta_slow=32.0"),
+    ],
+)
+def test_a_scaling_that_cannot_be_is_an_error(changes, told):
+    with pytest.raises(ValueError, match=told):
+        RopeScaling(**{"factor": 4.0} | changes)

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from rljax import tasks
+from rljax.rewards import RewardPool
 from rljax.tasks import base, grading
 
 
@@ -67,6 +68,17 @@ def test_extract_answer_takes_linear_time(unit):
         (r"\boxed{2\sqrt{3}}", r"$\sqrt{12}$", 1.0),
         (r"\boxed{x^2+2x+1}", r"(x+1)^2", 1.0),
         (r"\boxed{x^2+2x+2}", r"(x+1)^2", 0.0),
+        (r"\boxed{\sin^2 x + \cos^2 x + y}", "y + 1", 1.0),
+        (r"\boxed{\sin^2 x + \cos^2 x + y}", "x + 1", 0.0),
+        (r"\boxed{\sqrt{5+2\sqrt{6}}}", r"\sqrt{2}+\sqrt{3}", 1.0),
+        (r"\boxed{1 + 2i}", "1 - 2i", 0.0),
+        (r"\boxed{50\%}", "50", 1.0),
+        (r"\boxed{\frac{1}{29322216}}", r"\dfrac{1}{29,\!322,\!216}", 1.0),
+        (r"\boxed{1{,}234x}", "1234x", 1.0),
+        (r"\boxed{\frac{1}{2}\,}.", r"\frac{1}{2}\;", 1.0),
+        (r"\boxed{3!\!}", "6", 1.0),
+        (r"\boxed{05:00}", r"05\!:\!00", 1.0),
+        (r"\boxed{\frac{1}{0}}", r"\frac{2}{3}", 0.0),
         (r"\boxed{2, 1}", "1, 2", 1.0),
         (r"\boxed{x = 5}", "5", 1.0),
         (r"\boxed{[0,1)}", "[0, 1]", 0.0),
@@ -120,6 +132,21 @@ def test_grade_math_works_in_any_thread():
     for thread in threads:
         thread.join()
     assert rewards == {number: [1.0, 0.0] for number in range(1, 9)}
+
+
+def test_math_verify_with_its_own_timeouts_works_in_a_worker():
+    # its timeouts are SIGALRM, which only a main thread may set; a grader of one's own may use them
+    def grade(completion, example):
+        import math_verify
+
+        gold = math_verify.parse(example["answer"], parsing_timeout=20)
+        return float(math_verify.verify(gold, math_verify.parse(completion, parsing_timeout=1), timeout_seconds=20))
+
+    endless = r"\boxed{\binom{90000000}{45000000}}"
+    with RewardPool(grade, workers=1, cpu_seconds=60.0, memory_mb=2048) as pool:
+        scores = pool.score([r"\boxed{\frac{1}{6}}", endless, r"\boxed{1/6}"], [{"answer": r"\boxed{2/12}"}] * 3)
+    assert scores.rewards.tolist() == [1.0, 0.0, 1.0]
+    assert (scores.errors, scores.timeouts) == (0, 0)  # math-verify itself gave the endless one up
 
 
 def test_gold_that_does_not_parse_is_dropped_and_counted():
@@ -198,6 +225,7 @@ def test_gold_of_the_wrong_kind_is_an_error():
         grading.grade_choice("E", "E")
     with pytest.raises(ValueError, match="'many' holds no number"):
         grading.grade_numeric("3", "many")
+    assert not grading.holds_number("many") and grading.holds_number("so many: 3")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,167 @@
+"""What a run is made of, built once from its config: models, prompts, allocator, learner step and first state."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rljax import budget, learner, prompts, rewards, runs, sharding, tasks
+from rljax import tokenizer as tokenizer_lib
+from rljax.models import Model, hf, lora
+from rljax.models.transformer import attach_lora
+from rljax.objectives import Settings
+from rljax.options import Config
+from rljax.types import LearnerState, RunState
+
+SAMPLES, EVALUATION, SELECTION, CONTROL, ACCEPTANCE = range(5)  # streams of random keys, folded from the seed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a run is made of, built once."""
+
+    config: Config
+    mesh: Any
+    model: Model
+    actor_model: Model | None  # of the rollouts, where another model makes them
+    tokenizer: tokenizer_lib.Tokenizer
+    pool: rewards.RewardPool
+    stream: prompts.Stream
+    held_out: prompts.PromptSet
+    allocator: budget.Uniform | budget.Cero
+    step: Any  # learner.make_step's
+    reference: Any  # parameters of the KL's reference policy, or None
+
+    def key(self, stream: int) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(self.config.seed), stream)
+
+
+def make_mesh(config: Config):
+    """The mesh of config.mesh; ValueError where the run does not divide over it."""
+    mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
+    check_division(config, mesh)
+    return mesh
+
+
+def load_model(config: Config, mesh, path: str):
+    """(Model, params) of a checkpoint, as config.model says."""
+    m = config.model
+    return hf.load(path, dtype=m.dtype, mesh=mesh, remat=m.remat, compute_dtype=m.compute_dtype)
+
+
+def policy(config: Config, mesh):
+    """(Model, params) of model.path, with new adapters where lora.rank asks for them."""
+    model, params = load_model(config, mesh, config.model.path)
+    check_sizes(config, model)
+    if not config.lora.rank:
+        return model, params
+    adapters = lora.Lora(config.lora.rank, config.lora.alpha, tuple(config.lora.targets.split(",")))
+    return attach_lora(model, params, adapters, jax.random.key(config.seed))
+
+
+def encode(config: Config, examples: list[dict], tokenizer: tokenizer_lib.Tokenizer, what: str) -> prompts.PromptSet:
+    """The examples' prompts as token ids; `what` names them in messages."""
+    limit = config.rollout.max_prompt_tokens
+    return prompts.encode(examples, tokenizer, limit, what, chat=config.task.chat, system=config.task.system)
+
+
+def build(config: Config, task: tasks.Task, pool: rewards.RewardPool) -> tuple[Parts, RunState]:
+    """The parts of a run, and its state before the first step."""
+    mesh = make_mesh(config)
+    load = functools.partial(load_model, config, mesh)
+    model, params = policy(config, mesh)
+    tokenizer = tokenizer_lib.load(config.model.path).stopping_at(task.stop)
+    train = encode(config, task.train, tokenizer, "training")
+    updates = runs.total_steps(config) * config.learner.minibatches * config.learner.epochs
+    optimizer, actor_model, actor, actor_optimizer = learner.make_optimizer(config.learner, updates), None, None, None
+    if config.actor.path:
+        actor_model, actor_params = load(config.actor.path)
+        check_vocabulary(config, model.config, actor_model.config, tokenizer)
+        options = dataclasses.replace(config.learner, learning_rate=config.actor.learning_rate)
+        actor_optimizer = learner.make_optimizer(options, updates)
+        actor = learner.init(actor_params, actor_optimizer)
+    state = learner.init(params, optimizer, actor)
+    settings = Settings(
+        model=model,
+        loss=config.loss,
+        jackpot=config.jackpot,
+        actor=config.actor,
+        actor_model=actor_model,
+        temperature=config.rollout.temperature,
+        token_chunk=config.model.token_chunk,
+        max_length=config.rollout.max_new_tokens,
+        micro_batches=config.learner.micro_batches,
+        minibatches=config.learner.minibatches,
+        epochs=config.learner.epochs,
+    )
+    parts = Parts(
+        config=config,
+        mesh=mesh,
+        model=model,
+        actor_model=actor_model,
+        tokenizer=tokenizer,
+        pool=pool,
+        stream=prompts.Stream(train, config.seed),
+        held_out=encode(config, task.eval, tokenizer, "held-out"),
+        allocator=budget.from_config(config, len(train)),
+        step=learner.make_step(settings, optimizer, state, actor_optimizer),
+        reference=reference(config, state, load) if config.loss.kl_coef > 0 else None,
+    )
+    totals = {"rollouts": 0, "wall_s": 0.0, "stage_s": {}, "eval": {}}
+    return parts, RunState(learner=state, budget=parts.allocator.init(), draws=0, step=0, totals=totals)
+
+
+def reference(config: Config, state: LearnerState, load):
+    """The KL's frozen policy: the checkpoint once more, or the frozen base with a copy of the first adapters."""
+    if state.frozen is None:
+        return load(config.model.path)[1]
+    return lora.join(jax.tree.map(jnp.copy, state.params), state.frozen)
+
+
+def check_vocabulary(config: Config, policy, actor, tokenizer: tokenizer_lib.Tokenizer) -> None:
+    """Raises ValueError where the actor's tokens are not the policy's."""
+    if policy.vocab_size != actor.vocab_size:
+        raise ValueError(
+            f"actor.path = {config.actor.path!r} has a vocabulary of {actor.vocab_size} tokens, model.path ="
+            f" {config.model.path!r} one of {policy.vocab_size}; choose an actor with the policy's tokenizer"
+        )
+    if tokenizer_lib.load(config.actor.path).inner.get_vocab() != tokenizer.inner.get_vocab():
+        raise ValueError(
+            f"actor.path = {config.actor.path!r} and model.path = {config.model.path!r} have tokenizers of unlike"
+            " vocabularies; choose an actor with the policy's tokenizer"
+        )
+
+
+def check_sizes(config: Config, model) -> None:
+    """Raises ValueError where the config asks for more than the model has: positions, or tokens of a table."""
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    if longest > model.config.max_positions:
+        raise ValueError(
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}, but {config.model.path} has"
+            f" {model.config.max_positions} positions; lower them"
+        )
+    if config.jackpot.rule != "none" and config.jackpot.top_k > model.config.vocab_size:
+        raise ValueError(
+            f"jackpot.top_k = {config.jackpot.top_k} is more than the vocabulary of {config.model.path},"
+            f" {model.config.vocab_size} tokens; lower it"
+        )
+
+
+def check_division(config: Config, mesh) -> None:
+    """Raises ValueError where prompts, lanes or micro-batches do not divide over the devices of prompts."""
+    shards = sharding.size(mesh, "prompts")
+    per_update = config.rollout.prompts // (config.learner.minibatches * config.learner.micro_batches)
+    sizes = {
+        "rollout.lanes": config.rollout.lanes,
+        "rollout.prompts / (learner.minibatches × learner.micro_batches)": per_update,
+    }
+    for name, size in sizes.items():
+        if size % shards:
+            raise ValueError(
+                f"{name} = {size} does not divide over the {shards} devices that split prompts "
+                f"(mesh.data × mesh.fsdp); make it a multiple of {shards}, or change the mesh"
+            )
