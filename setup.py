@@ -15,7 +15,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["rljax", "rljax.*"]),
-    package_data={"rljax": ["assets/**/*"]},
+    package_data={"rljax": ["assets/**/*", "report/*.css"]},
     install_requires=[
         "absl-py>=2.1",
         "cloudpickle>=3.0",
@@ -28,6 +28,7 @@ setup(
         "ml-collections>=1.1",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
+        "pyarrow>=17",
         "rich>=13.7",
         "safetensors>=0.6",
         "tensorboardX>=2.6.4",

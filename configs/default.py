@@ -7,6 +7,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 
+# fmt: off
 def get_config() -> ConfigDict:
     c = ConfigDict()
     c.name = "grpo"  # shown in tables and reports

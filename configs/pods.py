@@ -1,7 +1,7 @@
 """PODS: n rollouts a prompt, of which the m with the greatest reward variance train (arXiv 2504.13818).
 
-Rollouts decode in parallel and are cheap; an update costs time and memory a row. Here n = 32 and m = 8: four
-rollouts are made for each one that is learned from.
+Rollouts decode in parallel and are cheap; an update costs time and memory a row. Here n = 32 and m = 8 (with smollm2
+16 and 4): four rollouts are made for each one that is learned from.
 
     python -m rljax.main --config=configs/pods.py
 
@@ -123,4 +123,9 @@ def get_config(preset: str = "tiny") -> ConfigDict:
     c.rollout.slots = 32
     c.pods.rule = "max_variance"
     c.pods.keep = 8
-    return presets.apply(c, preset, PAPER)
+    presets.apply(c, preset, PAPER)
+    if preset == "smollm2":  # of its short runs, more updates are worth more than more rollouts a prompt
+        c.rollout.samples = 16
+        c.rollout.slots = 16
+        c.pods.keep = 4
+    return c

@@ -36,10 +36,10 @@ def smollm2(config: ConfigDict) -> None:
     config.rollout.max_prompt_tokens = 56
     config.rollout.max_new_tokens = 5  # a space, three digits and the newline
     config.rollout.segment = 5
-    config.budget.rollouts = 6_400
+    config.budget.rollouts = 4_096
     config.budget.epochs = 2
     config.learner.learning_rate = 1e-5
-    config.eval.every = 25
+    config.eval.every = 16
     config.eval.samples = 2
     config.checkpoint.every = 0
 

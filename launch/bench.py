@@ -173,8 +173,10 @@ def main(argv) -> None:
         "update": 3 * matrix_flops(model.config, B * P + learned, learned) / gflops / 1e9,
     }
     print(f"{jax.devices()[0].device_kind}: {gflops:.0f} GFLOP/s in one float32 product")
-    print(f"rollout {rollout_s:.3f} s, {tokens / rollout_s:,.0f} tokens/s, {floors['rollout'] / rollout_s:.0%} of the "
-          f"floor; update {update_s:.3f} s, {floors['update'] / update_s:.0%} of the floor")
+    print(
+        f"rollout {rollout_s:.3f} s, {tokens / rollout_s:,.0f} tokens/s, {floors['rollout'] / rollout_s:.0%} of the "
+        f"floor; update {update_s:.3f} s, {floors['update'] / update_s:.0%} of the floor"
+    )
     print(json.dumps({
         "system": "rljax", "shape": SHAPE.value, "P": P, "T": RESPONSE.value, "B": B, "G": G, "K": K,
         "lengths": LENGTHS.value, "tokens": tokens, "rollout_s": rollout_s, "update_s": update_s,

@@ -219,8 +219,10 @@ def warm_start(name: str, seed: int):
         params, opt_state, loss = train_step(params, opt_state, data.batch(BATCH, slips), model=model, tx=tx)
         if step % 100 == 0 or step == steps:
             p = np.exp(np.asarray(right_logprob(params, encode(held_out), model=model)))
-            print(f"{name} {step} loss {float(loss):.3f} held-out P(right) {p.mean():.3f} "
-                  f"{time.time() - started:.0f} s", flush=True)
+            print(
+                f"{name} {step} loss {float(loss):.3f} held-out P(right) {p.mean():.3f} {time.time() - started:.0f} s",
+                flush=True,
+            )
     return model, params
 
 
@@ -250,29 +252,35 @@ def measure(folder: pathlib.Path, examples: list[dict]) -> None:
     right = np.array([t == examples[g]["answer"] for t, g in zip(texts, sampled.group, strict=True)])
     rate = right.reshape(len(examples), SAMPLED).mean(axis=1)
     formed = np.mean([t.isdecimal() or t[1:].isdecimal() and t[0] == "-" for t in texts] & ~sampled.truncated)
-    print(f"{folder.name}, {len(examples)} training prompts x {SAMPLED} samples at temperature 1: "
-          f"accuracy {rate.mean():.1%}, well-formed and ended {formed:.1%}, truncated {sampled.truncated.mean():.1%}, "
-          f"prompts between 5% and 95%: {np.mean((rate > 0.05) & (rate < 0.95)):.1%}; "
-          f"greedy accuracy {np.mean([t == e['answer'] for t, e in zip(greedy, examples, strict=True)]):.1%}")
+    print(
+        f"{folder.name}, {len(examples)} training prompts x {SAMPLED} samples at temperature 1: "
+        f"accuracy {rate.mean():.1%}, well-formed and ended {formed:.1%}, truncated {sampled.truncated.mean():.1%}, "
+        f"prompts between 5% and 95%: {np.mean((rate > 0.05) & (rate < 0.95)):.1%}; "
+        f"greedy accuracy {np.mean([t == e['answer'] for t, e in zip(greedy, examples, strict=True)]):.1%}"
+    )
     kinds = sorted({e["kind"] for e in examples})
-    print("   by kind: " + ", ".join(
-        f"{kind} {rate[[e['kind'] == kind for e in examples]].mean():.0%}" for kind in kinds))
+    print(
+        "   by kind: " + ", ".join(f"{kind} {rate[[e['kind'] == kind for e in examples]].mean():.0%}" for kind in kinds)
+    )
 
 
 def divergence(policy: pathlib.Path, actor: pathlib.Path, examples: list[dict]) -> float:
     """Mean KL(policy || actor) in nats a token, exact over the vocabulary, on the policy's own samples."""
     model, params, prompts, rollouts, _ = sample(policy, examples)
     other, other_params = hf.load(actor)
-    rows = [prompts[g] + t[:n].tolist() for g, t, n in zip(
-        rollouts.group, rollouts.tokens, rollouts.lengths, strict=True)]
+    rows = [
+        prompts[g] + t[:n].tolist() for g, t, n in zip(rollouts.group, rollouts.tokens, rollouts.lengths, strict=True)
+    ]
     lengths = np.array([len(row) for row in rows])
     starts = lengths - rollouts.lengths
     tokens = _padded(rows, PROMPT_TOKENS + 8)
 
     @jax.jit
     def total(tokens, starts, lengths):
-        p, q = (jax.nn.log_softmax(transformer.logits(m, w, tokens, lengths)) for m, w in (
-            (model, params), (other, other_params)))
+        p, q = (
+            jax.nn.log_softmax(transformer.logits(m, w, tokens, lengths))
+            for m, w in ((model, params), (other, other_params))
+        )
         at = jnp.arange(tokens.shape[1])
         mask = (at >= starts[:, None] - 1) & (at < lengths[:, None] - 1)
         return jnp.sum(jnp.where(mask, jnp.sum(jnp.exp(p) * (p - q), axis=-1), 0))

@@ -32,16 +32,26 @@ class Grants:
 
 
 def from_config(config: Config, num_prompts: int) -> Uniform | Cero:
-    """The allocator that budget.rule names."""
-    r, c = config.rollout, config.cero
-    if config.budget.rule == "uniform":
-        return Uniform(budget=config.budget.rollouts, prompts=r.prompts, samples=r.samples)
+    """The allocator that budget.rule names, over the number of training prompts that there really are.
+
+    Raises ValueError where their epochs cannot spend CERO's budget.
+    """
+    r, c, b = config.rollout, config.cero, config.budget
+    if b.rule == "uniform":
+        return Uniform(budget=b.rollouts, prompts=r.prompts, samples=r.samples)
+    most = num_prompts * b.epochs * r.samples
+    if b.rollouts > most:
+        raise ValueError(
+            f"budget.rollouts = {b.rollouts} can never be spent: {num_prompts} training prompts * budget.epochs *"
+            f" rollout.samples = {num_prompts} * {b.epochs} * {r.samples} = {most}; raise budget.epochs or lower"
+            " budget.rollouts"
+        )
     return Cero(
         prompts=r.prompts,
         cero=cero.Cero(
-            budget=config.budget.rollouts,
+            budget=b.rollouts,
             num_prompts=num_prompts,
-            epochs=config.budget.epochs,
+            epochs=b.epochs,
             n_max=r.samples,
             eta=c.eta,
             step_theta=c.step_theta,
@@ -101,9 +111,7 @@ class Cero:
             chunk = stream.take(draws, min(self.prompts - len(ids), last - draws))
             padded = self._pad(chunk.ids, self.prompts)
             granted = np.asarray(_allocate(self.cero, state, padded, reserved=jnp.int32(sum(counts))))
-            state = _update(
-                self.cero, state, *self._no_rows(), drawn_ids=padded, drawn_counts=granted
-            )
+            state = _update(self.cero, state, *self._no_rows(), drawn_ids=padded, drawn_counts=granted)
             draws += len(chunk)
             taken = granted[: len(chunk)] > 0
             ids += chunk.ids[taken].tolist()

@@ -250,9 +250,7 @@ def _to_stored(name: str, leaf: Any) -> Any:
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         raise TypeError(f"{name} is a {type(leaf).__name__}; a checkpoint holds arrays only, use np.asarray")
     if leaf.size == 0:
-        raise ValueError(
-            f"{name} has shape {leaf.shape}, no elements, which Orbax cannot store; leave it out"
-        )
+        raise ValueError(f"{name} has shape {leaf.shape}, no elements, which Orbax cannot store; leave it out")
     # A copy of host arrays: the caller may write to its own while the save runs.
     return leaf if _on_mesh(leaf) else np.array(leaf)
 

@@ -190,16 +190,23 @@ def _conflicts(c: Config) -> Iterator[str]:
     yield from _budget_conflicts(c.budget, c.rollout, c.task)
     yield from _pods_conflicts(c.pods, c.rollout.samples)
     if c.loss.correction_low > c.loss.correction_high:
-        yield (f"loss.correction_low = {c.loss.correction_low} is above loss.correction_high ="
-               f" {c.loss.correction_high}; lower the one or raise the other")
+        yield (
+            f"loss.correction_low = {c.loss.correction_low} is above loss.correction_high ="
+            f" {c.loss.correction_high}; lower the one or raise the other"
+        )
     if c.loss.objective == "cispo" and c.loss.dual_clip is not None:
-        yield (f"loss.dual_clip = {c.loss.dual_clip} has no effect with loss.objective = 'cispo';"
-               " set it to None, or loss.objective to 'ppo'")
+        yield (
+            f"loss.dual_clip = {c.loss.dual_clip} has no effect with loss.objective = 'cispo';"
+            " set it to None, or loss.objective to 'ppo'"
+        )
     yield from _actor_conflicts(c)
     yield from _learner_conflicts(c.learner, c.rollout, c.budget)
     axes = dataclasses.asdict(c.mesh)
-    yield from (f"mesh.{axis} = 0 is no size; give at least 1, or -1 for the devices that are left"
-                for axis, size in axes.items() if size == 0)
+    yield from (
+        f"mesh.{axis} = 0 is no size; give at least 1, or -1 for the devices that are left"
+        for axis, size in axes.items()
+        if size == 0
+    )
     free = [f"mesh.{axis}" for axis, size in axes.items() if size == -1]
     if len(free) > 1:
         yield f"{' and '.join(free)} are -1, but one axis takes the devices that are left; size the others"
@@ -222,8 +229,10 @@ def _task_conflicts(t: TaskOptions) -> Iterator[str]:
         value = getattr(t, key)
         if value != off:
             other = "arithmetic" if of_file else f"one of {', '.join(FILE_TASKS)}"
-            yield (f"task.{key} = {value!r} has no effect with task.name = {t.name!r}; set it to {off!r}, or"
-                   f" task.name to {other}")
+            yield (
+                f"task.{key} = {value!r} has no effect with task.name = {t.name!r}; set it to {off!r}, or"
+                f" task.name to {other}"
+            )
     if of_file and not t.path:
         yield f"task.name = {t.name!r} reads its problems from a data file; set task.path to one"
     if not of_file and t.train_prompts == 0:
@@ -239,73 +248,103 @@ def _rollout_conflicts(r: RolloutOptions) -> Iterator[str]:
         yield "rollout.temperature = 0 makes all samples of a group equal (greedy); set it above 0"
     for key, value, off in (("top_k", r.top_k, 0), ("top_p", r.top_p, 1.0)):
         if value != off:
-            yield (f"rollout.{key} = {value} is on in training: the recorded log-probs would be of another"
-                   f" distribution than the policy's; set it to {off}")
+            yield (
+                f"rollout.{key} = {value} is on in training: the recorded log-probs would be of another"
+                f" distribution than the policy's; set it to {off}"
+            )
     if r.segment > r.max_new_tokens:
-        yield (f"rollout.segment = {r.segment} is more than rollout.max_new_tokens = {r.max_new_tokens};"
-               f" set rollout.segment to at most {r.max_new_tokens}")
+        yield (
+            f"rollout.segment = {r.segment} is more than rollout.max_new_tokens = {r.max_new_tokens};"
+            f" set rollout.segment to at most {r.max_new_tokens}"
+        )
 
 
 def _budget_conflicts(b: BudgetOptions, r: RolloutOptions, t: TaskOptions) -> Iterator[str]:
     step = r.prompts * r.samples
     if b.rollouts < step:
-        yield (f"budget.rollouts = {b.rollouts} is less than one step of rollout.prompts * rollout.samples ="
-               f" {r.prompts} * {r.samples} = {step}; raise it, or make a step smaller")
+        yield (
+            f"budget.rollouts = {b.rollouts} is less than one step of rollout.prompts * rollout.samples ="
+            f" {r.prompts} * {r.samples} = {step}; raise it, or make a step smaller"
+        )
     if b.rule != "cero":
         return
     if r.samples > r.slots:
-        yield (f"rollout.samples = {r.samples}, the largest grant N_max under budget.rule = 'cero', is more"
-               f" than rollout.slots = {r.slots}; raise rollout.slots or lower rollout.samples")
+        yield (
+            f"rollout.samples = {r.samples}, the largest grant N_max under budget.rule = 'cero', is more"
+            f" than rollout.slots = {r.slots}; raise rollout.slots or lower rollout.samples"
+        )
     most = t.train_prompts * b.epochs * r.samples
     if t.train_prompts and b.rollouts > most:  # of 0, a whole data file, the number is not known here
-        yield (f"budget.rollouts = {b.rollouts} can never be spent: task.train_prompts * budget.epochs *"
-               f" rollout.samples = {t.train_prompts} * {b.epochs} * {r.samples} = {most};"
-               " raise budget.epochs or lower budget.rollouts")
+        yield (
+            f"budget.rollouts = {b.rollouts} can never be spent: task.train_prompts * budget.epochs *"
+            f" rollout.samples = {t.train_prompts} * {b.epochs} * {r.samples} = {most};"
+            " raise budget.epochs or lower budget.rollouts"
+        )
 
 
 def _pods_conflicts(p: PodsOptions, samples: int) -> Iterator[str]:
     if p.keep > samples:
-        yield (f"pods.keep = {p.keep} is more than rollout.samples = {samples}; lower pods.keep or raise"
-               " rollout.samples")
+        yield (
+            f"pods.keep = {p.keep} is more than rollout.samples = {samples}; lower pods.keep or raise rollout.samples"
+        )
     if p.rule == "all" and p.keep != samples:
-        yield (f"pods.keep = {p.keep} contradicts pods.rule = 'all', which keeps all rollout.samples ="
-               f" {samples}; set pods.keep to {samples} or choose another pods.rule")
+        yield (
+            f"pods.keep = {p.keep} contradicts pods.rule = 'all', which keeps all rollout.samples ="
+            f" {samples}; set pods.keep to {samples} or choose another pods.rule"
+        )
     if p.keep == 1 and p.normalize_over == "kept":
-        yield ("pods.keep = 1 with pods.normalize_over = 'kept' is a group of one, whose advantage is always"
-               " 0; keep at least 2, or set pods.normalize_over to 'all'")
+        yield (
+            "pods.keep = 1 with pods.normalize_over = 'kept' is a group of one, whose advantage is always"
+            " 0; keep at least 2, or set pods.normalize_over to 'all'"
+        )
 
 
 def _actor_conflicts(c: Config) -> Iterator[str]:
     j, a = c.jackpot, c.actor
     if a.path and a.dtype:
-        yield (f"actor.dtype = {a.dtype!r} is that of a copy of the policy, but actor.path = {a.path!r} names another"
-               " model; set one of them to ''")
+        yield (
+            f"actor.dtype = {a.dtype!r} is that of a copy of the policy, but actor.path = {a.path!r} names another"
+            " model; set one of them to ''"
+        )
     if c.advantage.overlong_buffer > c.rollout.max_new_tokens:
-        yield (f"advantage.overlong_buffer = {c.advantage.overlong_buffer} is more than rollout.max_new_tokens ="
-               f" {c.rollout.max_new_tokens}; lower it")
+        yield (
+            f"advantage.overlong_buffer = {c.advantage.overlong_buffer} is more than rollout.max_new_tokens ="
+            f" {c.rollout.max_new_tokens}; lower it"
+        )
     if j.rule == "none":
         return
     updates = c.learner.minibatches * c.learner.epochs
     if not (a.path or a.dtype) and (updates == 1 or j.target == "old"):
-        yield ("jackpot.rule = 'obrs' has nothing to correct: the policy itself makes the rollouts; set actor.path or"
-               " actor.dtype, or several learner.minibatches or learner.epochs with jackpot.target = 'new'")
+        yield (
+            "jackpot.rule = 'obrs' has nothing to correct: the policy itself makes the rollouts; set actor.path or"
+            " actor.dtype, or several learner.minibatches or learner.epochs with jackpot.target = 'new'"
+        )
     if c.loss.correction != "none":
-        yield (f"loss.correction = {c.loss.correction!r} and jackpot.rule = 'obrs' both weigh tokens;"
-               " set one of them to 'none'")
+        yield (
+            f"loss.correction = {c.loss.correction!r} and jackpot.rule = 'obrs' both weigh tokens;"
+            " set one of them to 'none'"
+        )
     if j.normaliser == "exact" and (j.table == "sampler" or j.target == "new"):
-        yield (f"jackpot.normaliser = 'exact' needs the whole vocabulary at the old policy, but jackpot.table ="
-               f" {j.table!r} and jackpot.target = {j.target!r}; set jackpot.normaliser to 'top_k'")
+        yield (
+            f"jackpot.normaliser = 'exact' needs the whole vocabulary at the old policy, but jackpot.table ="
+            f" {j.table!r} and jackpot.target = {j.target!r}; set jackpot.normaliser to 'top_k'"
+        )
 
 
 def _learner_conflicts(o: LearnerOptions, r: RolloutOptions, b: BudgetOptions) -> Iterator[str]:
     if r.prompts % o.minibatches:
-        yield (f"learner.minibatches = {o.minibatches} does not divide rollout.prompts = {r.prompts};"
-               " change one of them")
+        yield (
+            f"learner.minibatches = {o.minibatches} does not divide rollout.prompts = {r.prompts}; change one of them"
+        )
     part = r.prompts // o.minibatches
     if part % o.micro_batches:
-        yield (f"learner.micro_batches = {o.micro_batches} does not divide a minibatch of rollout.prompts /"
-               f" learner.minibatches = {r.prompts} / {o.minibatches} = {part} prompts; change one of them")
+        yield (
+            f"learner.micro_batches = {o.micro_batches} does not divide a minibatch of rollout.prompts /"
+            f" learner.minibatches = {r.prompts} / {o.minibatches} = {part} prompts; change one of them"
+        )
     updates = b.rollouts // (r.prompts * r.samples) * o.minibatches * o.epochs
     if o.schedule == "cosine" and o.warmup_updates >= updates:
-        yield (f"learner.warmup_updates = {o.warmup_updates} leaves nothing for learner.schedule = 'cosine':"
-               f" budget.rollouts allows {updates} updates; lower the one or raise the other")
+        yield (
+            f"learner.warmup_updates = {o.warmup_updates} leaves nothing for learner.schedule = 'cosine':"
+            f" budget.rollouts allows {updates} updates; lower the one or raise the other"
+        )

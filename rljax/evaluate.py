@@ -16,6 +16,7 @@ import numpy as np
 from rljax import estimates, metrics, parts, rewards, rollout, sharding, tasks
 from rljax import tokenizer as tokenizer_lib
 from rljax.checkpoint import Checkpointer
+from rljax.console import Console
 from rljax.models import Model, lora
 from rljax.options import Config
 from rljax.prompts import PromptSet
@@ -163,7 +164,7 @@ def run(config: Config, workdir: pathlib.Path) -> dict:
     task = tasks.load(config.task)
     with (
         rewards.RewardPool(task.grade, **dataclasses.asdict(config.rewards)) as pool,
-        metrics.Console() as console,
+        Console() as console,
     ):
         mesh = parts.make_mesh(config)
         model, params = parts.policy(config, mesh)

@@ -28,9 +28,11 @@ def make_optimizer(options: LearnerOptions, total_updates: int) -> optax.Gradien
         "constant": optax.constant_schedule(rate),
         "cosine": optax.cosine_decay_schedule(rate, max(1, total_updates - warmup)),
     }[options.schedule]
-    # The first update already has a rate above 0: a step at rate 0 would teach nothing.
-    rise = optax.linear_schedule(rate / (warmup + 1), rate, warmup)
-    schedule = optax.join_schedules([rise, later], [warmup])
+    schedule = later
+    if warmup:
+        # The first update already has a rate above 0: a step at rate 0 would teach nothing.
+        rise = optax.linear_schedule(rate / (warmup + 1), rate, warmup)
+        schedule = optax.join_schedules([rise, later], [warmup])
     clip = optax.clip_by_global_norm(options.max_grad_norm) if options.max_grad_norm > 0 else optax.identity()
     scale = {
         "adamw": lambda: optax.scale_by_adam(
@@ -40,7 +42,7 @@ def make_optimizer(options: LearnerOptions, total_updates: int) -> optax.Gradien
         "adafactor": lambda: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
     }[options.optimizer]()
     decay = optax.add_decayed_weights(options.weight_decay, mask=_decays)
-    return _in_float32(optax.chain(clip, scale, decay, optax.scale_by_learning_rate(schedule if warmup else later)))
+    return _in_float32(optax.chain(clip, scale, decay, optax.scale_by_learning_rate(schedule)))
 
 
 def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -134,9 +136,7 @@ def train_step(
 
     if updates == 1:
         return update(state, jax.tree.map(lambda x: x[0], minis))
-    state, sums = jax.lax.scan(
-        lambda state, _: jax.lax.scan(update, state, minis), state, length=settings.epochs
-    )
+    state, sums = jax.lax.scan(lambda state, _: jax.lax.scan(update, state, minis), state, length=settings.epochs)
     return state, _merge_stacked(sums, axes=2)
 
 
@@ -177,9 +177,7 @@ def _weigh(params, batches: TrainBatch, prior: Prior, states: obrs.States, lam, 
     if settings.jackpot.target == "new":
         old = prior.old
         states = jax.lax.map(
-            lambda x: correction.renewed(
-                (settings.model, params), *x, settings.temperature, settings.token_chunk
-            ),
+            lambda x: correction.renewed((settings.model, params), *x, settings.temperature, settings.token_chunk),
             (batches, states),
         )
     mask = completion_mask(batches)

@@ -2,8 +2,10 @@
 
     python -m rljax.main --config=configs/cero.py[:PRESET] [--workdir=DIR] [--mode=train|eval] [--dry_run]
                          [--config.KEY=VALUE]
+    python -m rljax.main --mode=report --workdir=DIR[,DIR,...]
 
 --mode=eval evaluates the newest checkpoint in DIR, or config.model.path where DIR holds none, on the held-out prompts.
+--mode=report writes report.html, a page of the runs side by side, into the first DIR; seeds of one config become one.
 configs/default.py lists every KEY. Exit status: 0 done; 2 refused, with the reason on stderr: a mistake in
 the command or the configuration, or a file that cannot be used; 1 anything unexpected, with its traceback.
 """
@@ -41,13 +43,19 @@ def _eval(config: Config, workdir: pathlib.Path) -> None:
     evaluate.run(config, workdir)
 
 
-MODES: dict[str, Callable[[Config, pathlib.Path], None]] = {"train": _train, "eval": _eval}
+def _report(config: None, workdir: pathlib.Path) -> None:
+    from rljax import report
+
+    print(report.run([pathlib.Path(folder) for folder in str(workdir).split(",")]))
+
+
+MODES: dict[str, Callable[[Any, pathlib.Path], None]] = {"train": _train, "eval": _eval, "report": _report}
 
 
 class Command(NamedTuple):
-    """A parsed command line."""
+    """A parsed command line. Of a report there is no config, and workdir names run folders, split by commas."""
 
-    config: Config
+    config: Config | None
     workdir: pathlib.Path
     mode: str
     dry_run: bool
@@ -61,8 +69,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command line and returns its exit status."""
     try:
         command = parse(argv)
-        if command.dry_run:
-            print_config(command)
+        if command.dry_run and command.config is not None:
+            print_config(command, command.config)
         else:
             MODES[command.mode](command.config, command.workdir)
     except HelpRequested as help_text:
@@ -93,6 +101,8 @@ def parse(argv: Sequence[str]) -> Command:
         raise ConfigError(str(error)) from error
     if values.help:
         raise HelpRequested(f"{__doc__}\n{values.get_help()}")
+    if values.mode == "report":
+        return _parse_report(values, rest)
     if not values.config:
         raise ConfigError("--config is missing; give a config file, such as --config=configs/cero.py")
     if values.workdir == "":
@@ -102,6 +112,18 @@ def parse(argv: Sequence[str]) -> Command:
     if workdir is None:
         workdir = f"runs/{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     return Command(config, pathlib.Path(workdir), values.mode, values.dry_run)
+
+
+def _parse_report(values: flags.FlagValues, rest: Sequence[str]) -> Command:
+    given = ["--config"] * (values.config is not None) + ["--dry_run"] * values.dry_run
+    given += [arg for arg in rest if arg.startswith("-")]
+    if given:
+        raise ConfigError(f"--mode=report takes no {given[0]}; the run folders hold their configs")
+    if rest:
+        raise ConfigError(f"unexpected argument {rest[0]!r}; separate run folders by commas, --workdir=DIR,DIR")
+    if not values.workdir or not all(values.workdir.split(",")):
+        raise ConfigError("--workdir names no run folder; give one or several, --mode=report --workdir=DIR,DIR")
+    return Command(None, pathlib.Path(values.workdir), "report", False)
 
 
 def load(spec: str) -> Any:
@@ -155,13 +177,13 @@ def override(config: Any, args: Sequence[str], known_flags: Sequence[str]) -> An
     return config
 
 
-def print_config(command: Command) -> None:
+def print_config(command: Command, config: Config) -> None:
     """The resolved configuration as a table on stdout."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table("key", "value", title=f"{command.mode} in {command.workdir}", title_justify="left")
-    for key, value in config_lib.flat(command.config).items():
+    for key, value in config_lib.flat(config).items():
         table.add_row(key, repr(value))
     Console().print(table)
 

@@ -139,4 +139,3 @@ def actor_loss(params, batch: TrainBatch, prior: Prior, policy_params, policy_hi
 def _surrogate(options: LossOptions) -> dict:
     names = ("clip_low", "clip_high", "ratio", "objective", "dual_clip")
     return {name: getattr(options, name) for name in names}
-

@@ -61,8 +61,7 @@ def encode(
             tokens.append(ids)
     if not kept:
         raise ValueError(
-            f"none of the {len(examples)} {what} prompts has 1 to {max_tokens} tokens; "
-            "raise rollout.max_prompt_tokens"
+            f"none of the {len(examples)} {what} prompts has 1 to {max_tokens} tokens; raise rollout.max_prompt_tokens"
         )
     return PromptSet(tuple(kept), tuple(tokens), len(examples) - len(kept))
 

@@ -83,9 +83,7 @@ class RewardPool:
         wall_seconds: float | None = None,
     ):
         wall_seconds = 10 * cpu_seconds if wall_seconds is None else wall_seconds
-        limits = Limits(
-            workers=workers, cpu_seconds=cpu_seconds, wall_seconds=wall_seconds, memory_mb=memory_mb
-        )
+        limits = Limits(workers=workers, cpu_seconds=cpu_seconds, wall_seconds=wall_seconds, memory_mb=memory_mb)
         payload = cloudpickle.dumps(grade)
         self._workers = workers
         self._jobs: dict[int, _Job] = {}

@@ -73,17 +73,13 @@ def partition_spec(axes: tuple[str | None, ...], what: str = "array") -> Partiti
         names = RULES[axis]
         clash = [n for n in names if n in used]
         if clash:
-            raise ValueError(
-                f"{what}: axes {axes} use mesh axis {clash[0]!r} twice; change RULES in sharding.py"
-            )
+            raise ValueError(f"{what}: axes {axes} use mesh axis {clash[0]!r} twice; change RULES in sharding.py")
         used += names
         parts.append(names if names else None)
     return PartitionSpec(*parts)
 
 
-def named(
-    mesh: Mesh, *axes: str | None, shape: tuple[int, ...] | None = None, what: str = "array"
-) -> NamedSharding:
+def named(mesh: Mesh, *axes: str | None, shape: tuple[int, ...] | None = None, what: str = "array") -> NamedSharding:
     """Sharding of an array by logical axes. With `shape`, a dimension that does not divide is a ValueError."""
     spec = partition_spec(axes, what)
     if shape is not None:

@@ -9,6 +9,7 @@ import pathlib
 from rljax import budget, evaluate, metrics, rewards, runs, tasks
 from rljax import parts as parts_lib
 from rljax.checkpoint import Checkpointer
+from rljax.console import Console
 from rljax.models import hf, lora, peft
 from rljax.options import Config
 from rljax.parts import EVALUATION, Parts
@@ -28,7 +29,7 @@ def run(config: Config, workdir: pathlib.Path) -> dict:
     with (
         rewards.RewardPool(task.grade, **dataclasses.asdict(config.rewards)) as pool,
         Checkpointer(workdir / "checkpoints", config.checkpoint.keep) as checkpoints,
-        metrics.Console() as console,
+        Console() as console,
     ):
         parts, state = parts_lib.build(config, task, pool)
         latest = checkpoints.latest_step()

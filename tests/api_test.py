@@ -74,9 +74,7 @@ def differences(declared, actual):
             wrong.append(f"the default of {name} is {got.default}, not {want.default}")
         if want.kind is want.KEYWORD_ONLY and got.kind is not got.KEYWORD_ONLY:
             wrong.append(f"{name} is not keyword-only")
-        if want.kind is not want.KEYWORD_ONLY and (
-            got.kind is got.KEYWORD_ONLY or order.index(name) != place
-        ):
+        if want.kind is not want.KEYWORD_ONLY and (got.kind is got.KEYWORD_ONLY or order.index(name) != place):
             wrong.append(f"{name} is not argument {place}")
     for name, got in actual.items():
         if name not in declared and not (got.kind is got.KEYWORD_ONLY and got.default is not got.empty):

@@ -75,9 +75,7 @@ def test_rows_not_kept_and_padding_prompts_have_length_zero(prompts, rollouts):
     batch = jax.tree.map(np.asarray, pack(prompts, rollouts))
     np.testing.assert_array_equal(batch.lengths, [[1, 5], [3, 0], [4, 2], [0, 0]])
     np.testing.assert_array_equal(batch.prompt_lengths, [2, 4, 1, 0])
-    assert (
-        not batch.tokens[1, 1].any() and not batch.sampler_logprobs[1, 1].any() and not batch.tokens[3].any()
-    )
+    assert not batch.tokens[1, 1].any() and not batch.sampler_logprobs[1, 1].any() and not batch.tokens[3].any()
 
 
 def test_masks_come_from_recorded_lengths_also_where_eos_is_the_pad_id(prompts, rollouts):

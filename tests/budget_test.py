@@ -169,3 +169,11 @@ def test_config_reaches_the_allocator(run_config):
     expected = budget.Cero(prompts=2, cero=inner)
     assert budget.from_config(run_config(changes), 11) == expected
     assert set(expected.metrics(expected.init())) >= {"cero/mu", "cero/spent", "cero/q_mean"}
+
+
+def test_a_budget_that_the_prompts_there_are_cannot_spend_is_refused(run_config):
+    """Own tasks and files may hold fewer prompts than task.train_prompts says: 96 rollouts of 5 × 3 × 4."""
+    config = run_config({"budget.rule": "cero"})
+    assert budget.from_config(config, 8).cero.budget == 96
+    with pytest.raises(ValueError, match=r"budget.rollouts = 96 can never be spent: 5 training prompts .* = 60"):
+        budget.from_config(config, 5)

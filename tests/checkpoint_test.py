@@ -62,9 +62,7 @@ def run_state(step=3, budget=(), seed=0, totals=None):
     }
     opt_state = one_update(params)
     learner = LearnerState(params=params, opt_state=opt_state, updates=jnp.int32(step))
-    return RunState(
-        learner=learner, budget=budget, draws=10 * step, step=step, totals={} if totals is None else totals
-    )
+    return RunState(learner=learner, budget=budget, draws=10 * step, step=step, totals={} if totals is None else totals)
 
 
 def small_state(step, value=0.0, width=4, **fields):
@@ -136,9 +134,7 @@ def test_restores_onto_another_mesh(tmp_path, shape, spec, abstract):
     template = placed(run_state(step=0, seed=5), mesh_of(*shape), PartitionSpec(*spec))
     wanted = [leaf.sharding for leaf in jax.tree.leaves(template.learner)]
     if abstract:
-        learner = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), template.learner
-        )
+        learner = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), template.learner)
         template = RunState(learner=learner, budget=(), draws=0, step=0, totals={})
     with Checkpointer(tmp_path, 2) as checkpointer:
         checkpointer.save(3, saved)

@@ -88,6 +88,13 @@ def random_config(**changes) -> ModelConfig:
     return ModelConfig(**base | changes)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled():
+    """Programs of one file are of no use to the next, and all of them together are gigabytes."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def make_config():
     return random_config

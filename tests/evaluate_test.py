@@ -124,9 +124,7 @@ def test_real_model_greedy_is_greedy_and_the_same_key_the_same_samples(run_confi
 
 def test_streaming_scores_come_back_in_the_rollouts_order():
     """Rows end in any order and in parts; each is graded with its own prompt's example, up to its length."""
-    prompts = Prompts(
-        ids=np.array([7, 8]), draws=np.array([0, 1]), tokens=([1], [99]), examples=({"id": 7}, {"id": 8})
-    )
+    prompts = Prompts(ids=np.array([7, 8]), draws=np.array([0, 1]), tokens=([1], [99]), examples=({"id": 7}, {"id": 8}))
     tokens, lengths = [[5, 0], [6, 9], [7, 9], [8, 0]], [1, 2, 2, 1]
     rows = rollouts_of([0, 0, 1, 1], [0, 1, 0, 1], tokens, lengths)
     values = {"5": 0.5, "6 9": np.nan, "<think>7 9": 0.25, "<think>8": 1.0}

@@ -21,13 +21,16 @@ PARTS = (
 TABLE = {
     "": (),
     "main": ("", "config", "train", "evaluate", "report", "plan"),
-    "train": ("runs", "evaluate", "budget", "parts", "step", *STAGES, *PARTS),
+    "train": ("runs", "console", "evaluate", "budget", "parts", "step", *STAGES, *PARTS),
     "step": ("budget", "parts", *STAGES, *PARTS),  # train's, one step of it
     "parts": ("runs", "budget", "objectives", *STAGES, *PARTS),  # what train, step and evaluate work with
     "runs": ("config", "metrics", *PARTS),
-    "evaluate": ("estimates", "parts", "runs", *STAGES, *PARTS),
+    "evaluate": ("console", "estimates", "parts", "runs", *STAGES, *PARTS),
     "estimates": (),
-    "report": ("config", *STAGES, *PARTS),
+    "console": ("metrics",),
+    "report": ("report.*",),
+    "report.folders": ("config",),
+    "report.*": ("report", "report.*"),
     "plan": ("config", *STAGES, *PARTS),
     "config": ("options",),
     "options": (),
@@ -56,7 +59,7 @@ TABLE = {
 }
 
 # Import of these needs no jax (faults.md 24): what worker processes and the command line import.
-NO_JAX = ("", "main", "config", "options", "reward_server", "tasks", "tasks.*")
+NO_JAX = ("", "main", "config", "options", "report", "report.*", "reward_server", "tasks", "tasks.*")
 JAX = ("jax", "flax", "optax", "orbax", "tensorflow_datasets", "transformers")
 
 

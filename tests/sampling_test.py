@@ -249,9 +249,7 @@ def test_rows_are_handed_over_once_as_they_end(ragged, at_once):
 
     ragged(on_finished=on_finished)
     assert len(seen) > 1 and sum(map(len, seen)) == len(at_once)
-    assert [dict(sorted((k, v) for part in seen for k, v in part.items()))[r] for r in range(13)] == rows_of(
-        at_once
-    )
+    assert [dict(sorted((k, v) for part in seen for k, v in part.items()))[r] for r in range(13)] == rows_of(at_once)
 
 
 def test_nothing_to_sample(lively):

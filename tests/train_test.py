@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from rljax import checkpoint, evaluate, rollout, runs, tokenizer, train
+from rljax import step as step_lib
 from rljax.config import ConfigError
 from rljax.models import hf, lora
 
@@ -92,9 +93,7 @@ def play(config, folder, stop_after=None) -> Record:
 @pytest.fixture(scope="module")
 def straight(run_config, tmp_path_factory):
     """straight(name): the run of an algorithm from start to end, made once."""
-    return functools.cache(
-        lambda name: play(run_config(ALGORITHMS[name]), tmp_path_factory.mktemp(name) / "run")
-    )
+    return functools.cache(lambda name: play(run_config(ALGORITHMS[name]), tmp_path_factory.mktemp(name) / "run"))
 
 
 def timeless(record: dict) -> dict:
@@ -178,6 +177,20 @@ def test_evaluating_the_run_folder_gives_its_last_evaluation(straight, run_confi
         assert lines == (run.folder / "eval" / f"{step:06}.jsonl").read_text() and len(lines.splitlines()) == 5
     assert sorted(p.name for p in run.folder.iterdir()) == before
     assert "pass@2" in capsys.readouterr().out
+
+
+def test_updates_without_silent_prompts_are_those_of_whole_batches(straight, run_config, monkeypatch, tmp_path):
+    """Half of the task's prompts are always or never solved: most batches of the run went without them."""
+    run = straight("grpo")
+    assert sum(line["train/prompts"] <= 2 for line in run.lines()[1:]) >= 3
+    monkeypatch.setattr(step_lib, "may_halve", lambda *_: False)
+    whole = play(run_config(ALGORITHMS["grpo"]), tmp_path / "run")
+    for a, b in zip(run.lines()[1:], whole.lines()[1:], strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-6)
+        assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-4)
+        assert a["train/reward_mean"] == b["train/reward_mean"]
+    close = functools.partial(np.testing.assert_allclose, atol=1e-5)
+    jax.tree.map(close, run.states[LAST].learner.params, whole.states[LAST].learner.params)
 
 
 def test_every_parameter_is_trained(straight):
@@ -349,8 +362,11 @@ def test_nothing_compiles_after_the_first_step(run_config, tmp_path, caplog):
         run = play(run_config({"checkpoint.every": 0, "budget.rollouts": 58} | ALGORITHMS["cero"]), tmp_path / "run")
     assert [line["rollouts/step"] for line in run.lines()[1:]] == [16, 16, 16, 10]
     messages = [record.getMessage() for record in caplog.records]
-    assert any(m.startswith("Compiling jit(train_step)") for m in messages[: seen[1]])
-    compiled = [m for m in messages[seen[1] :] if m.startswith("Compiling")]
+    update = "Compiling jit(train_step)"
+    assert any(m.startswith(update) for m in messages[: seen[1]])
+    # A batch is whole or half; each of the two compiles when it is first met.
+    assert sum(m.startswith(update) for m in messages) <= 2
+    compiled = [m for m in messages[seen[1] :] if m.startswith("Compiling") and not m.startswith(update)]
     assert not compiled, compiled
 
 

@@ -142,9 +142,15 @@ def init(cero: Cero) -> CeroState:
     beta = jnp.full(m, cero.prior[1], jnp.float32)
     zero = jnp.zeros((), jnp.int32)
     return CeroState(
-        alpha=alpha, beta=beta, rollouts=jnp.zeros(m, jnp.int32), visits=jnp.zeros(m, jnp.int32),
-        theta=cero.rates.eta * beta_variance(alpha, beta), mu=jnp.zeros((), jnp.float32),
-        spent=zero, draws=zero, epoch=zero,
+        alpha=alpha,
+        beta=beta,
+        rollouts=jnp.zeros(m, jnp.int32),
+        visits=jnp.zeros(m, jnp.int32),
+        theta=cero.rates.eta * beta_variance(alpha, beta),
+        mu=jnp.zeros((), jnp.float32),
+        spent=zero,
+        draws=zero,
+        epoch=zero,
     )
 
 
@@ -212,8 +218,14 @@ def allocate(cero: Cero, state: CeroState, ids: Array, *, reserved: int | Array 
 
 
 def update(
-    cero: Cero, state: CeroState, ids: Array, rewards: Array, valid: Array | None = None, *,
-    drawn_ids: Array | None = None, drawn_counts: Array | None = None,
+    cero: Cero,
+    state: CeroState,
+    ids: Array,
+    rewards: Array,
+    valid: Array | None = None,
+    *,
+    drawn_ids: Array | None = None,
+    drawn_counts: Array | None = None,
 ) -> CeroState:
     """One step of the posterior and of both prices.
 
@@ -264,9 +276,15 @@ def update(
     target = num_drawn * (cero.budget / (cero.epochs * m))
     mu = jnp.maximum(0.0, state.mu + rates.step_mu * (granted.sum() - target))
     return CeroState(
-        alpha=alpha, beta=beta, rollouts=state.rollouts + rows, visits=state.visits + visits,
-        theta=theta, mu=mu.astype(jnp.float32), spent=state.spent + rows.sum(),
-        draws=draws % m, epoch=state.epoch + ended,
+        alpha=alpha,
+        beta=beta,
+        rollouts=state.rollouts + rows,
+        visits=state.visits + visits,
+        theta=theta,
+        mu=mu.astype(jnp.float32),
+        spent=state.spent + rows.sum(),
+        draws=draws % m,
+        epoch=state.epoch + ended,
     )
 
 
@@ -348,8 +366,13 @@ def offline_allocation(q: Array, eta: float, budget: float, cap: float | Array) 
 
 
 def effective_prompt_ratio(
-    rewards: Array, group: Array, num_groups: int, valid: Array | None = None, *,
-    samples: int | None = None, key: jax.Array | None = None,
+    rewards: Array,
+    group: Array,
+    num_groups: int,
+    valid: Array | None = None,
+    *,
+    samples: int | None = None,
+    key: jax.Array | None = None,
 ) -> jax.Array:
     """Among prompts with rollouts, the fraction whose rewards are not all equal: those that carry a gradient.
 

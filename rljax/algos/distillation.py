@@ -86,8 +86,14 @@ def scan_chunks(f: Callable[[Any], Any], inputs: Any, *, chunk: int) -> Any:
 
 
 def token_kl(
-    actor_fn: Callable[[Any], jax.Array], policy_fn: Callable[[Any], jax.Array],
-    actor_inputs: Any, policy_inputs: Any, mask: ArrayLike, *, direction: str = "reverse", chunk: int,
+    actor_fn: Callable[[Any], jax.Array],
+    policy_fn: Callable[[Any], jax.Array],
+    actor_inputs: Any,
+    policy_inputs: Any,
+    mask: ArrayLike,
+    *,
+    direction: str = "reverse",
+    chunk: int,
 ) -> jax.Array:
     """``kl`` of each of N tokens without ever holding [N, V] logits: float32[N], 0 behind the mask.
 

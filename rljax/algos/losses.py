@@ -65,9 +65,7 @@ def row_values(weights: ArrayLike | None, like: jax.Array, counts: jax.Array) ->
     if weights.shape == like.shape[:-1]:
         weights = weights[..., None]
     elif weights.shape != like.shape:
-        raise ValueError(
-            f"advantages and weights must be {like.shape[:-1]} or {like.shape}, got {weights.shape}"
-        )
+        raise ValueError(f"advantages and weights must be {like.shape[:-1]} or {like.shape}, got {weights.shape}")
     return fill(weights, counts)
 
 
@@ -238,9 +236,7 @@ def policy_loss(
     log_rho = fill(combine(new - old, usable), counts)  # a rejected token's ratio may be anything, too
     A = row_values(advantages, new, counts & usable)
     J, clipped, dual_clipped = surrogate(bounded_exp(log_rho), new, A, clip_low, clip_high, dual_clip)
-    loss = aggregate_loss(
-        -J, mask, aggregate=aggregate, accept=accept, weights=weights, denominator=denominator
-    )
+    loss = aggregate_loss(-J, mask, aggregate=aggregate, accept=accept, weights=weights, denominator=denominator)
     sums = _ratio_sums(log_rho, new - old, counts, usable) | {
         "loss_sum": loss * denominator,
         "weight_sum": jnp.sum(row_values(weights, new, counts)),

@@ -89,9 +89,7 @@ def candidates(p: ArrayLike, q: ArrayLike, k: int) -> tuple[jax.Array, jax.Array
     return jnp.concatenate([of_q, of_p], -1), jnp.concatenate([jnp.ones_like(new), new], -1)
 
 
-def lambda_for_budget(
-    p: ArrayLike, q: ArrayLike, budget: ArrayLike, *, mask: ArrayLike | None = None
-) -> jax.Array:
+def lambda_for_budget(p: ArrayLike, q: ArrayLike, budget: ArrayLike, *, mask: ArrayLike | None = None) -> jax.Array:
     """The largest λ whose mean acceptance over all states is the budget: mean_t Z_t(λ) = budget, a scalar.
 
     p, q: float[..., V], one distribution a state; mask: bool[...], the states that count. budget in (0, 1].
@@ -151,7 +149,10 @@ def token_uniforms(key: jax.Array, draws: ArrayLike, samples: ArrayLike, length:
 
 
 def acceptance_mask(
-    uniforms: ArrayLike, target_logprobs: ArrayLike, actor_logprobs: ArrayLike, lam: ArrayLike,
+    uniforms: ArrayLike,
+    target_logprobs: ArrayLike,
+    actor_logprobs: ArrayLike,
+    lam: ArrayLike,
     mask: ArrayLike,
 ) -> jax.Array:
     """bool[...]: which sampled tokens to keep, u < min(1, p / (λ q)), False behind the mask.
@@ -161,8 +162,7 @@ def acceptance_mask(
     rejected.
     """
     _check_lambda(lam)
-    check_same_shape(
-        uniforms=uniforms, target_logprobs=target_logprobs, actor_logprobs=actor_logprobs, mask=mask)
+    check_same_shape(uniforms=uniforms, target_logprobs=target_logprobs, actor_logprobs=actor_logprobs, mask=mask)
     log_a = as_float(target_logprobs) - as_float(actor_logprobs) - jnp.log(lam)
     return jnp.asarray(mask, bool) & (as_float(uniforms) < jnp.exp(jnp.minimum(log_a, 0.0)))
 
@@ -182,8 +182,14 @@ NORMALISE = {"accepted": _accepted_factor, "proposed": _proposed_factor}
 
 
 def jackpot_weights(
-    target_logprobs: ArrayLike, actor_logprobs: ArrayLike, lam: ArrayLike, *, z: ArrayLike | None = None,
-    old_logprobs: ArrayLike | None = None, c1: float = math.inf, c2: float = math.inf,
+    target_logprobs: ArrayLike,
+    actor_logprobs: ArrayLike,
+    lam: ArrayLike,
+    *,
+    z: ArrayLike | None = None,
+    old_logprobs: ArrayLike | None = None,
+    c1: float = math.inf,
+    c2: float = math.inf,
     normalise: str = "accepted",
 ) -> jax.Array:
     """The weight of an accepted token in the policy loss, float32[...], without gradient.
@@ -212,8 +218,7 @@ def _factors(target_logprobs, actor_logprobs, lam, z, old_logprobs, c1, c2, norm
     for name, bound in (("c1", c1), ("c2", c2)):
         if not isinstance(bound, jax.core.Tracer) and not bound > 0:
             raise ValueError(f"jackpot_weights {name}={bound} must be > 0; math.inf is no bound")
-    check_same_shape(
-        target_logprobs=target_logprobs, actor_logprobs=actor_logprobs, z=z, old_logprobs=old_logprobs)
+    check_same_shape(target_logprobs=target_logprobs, actor_logprobs=actor_logprobs, z=z, old_logprobs=old_logprobs)
     target = as_float(target_logprobs)
     ratio = bounded_exp(target - as_float(actor_logprobs))
     factor = choose(NORMALISE, normalise, "normalise")(ratio, lam, z)
@@ -242,9 +247,7 @@ class States:
     kl_after: jax.Array
 
 
-def states(
-    target_logits: ArrayLike, actor_logits: ArrayLike, tokens: ArrayLike, lam: ArrayLike, *, k: int
-) -> States:
+def states(target_logits: ArrayLike, actor_logits: ArrayLike, tokens: ArrayLike, lam: ArrayLike, *, k: int) -> States:
     """The gradient-free pre-pass over one chunk of N states (``distillation.scan_chunks`` runs over all).
 
     target_logits, actor_logits: float[N, V], temperature applied, padded columns -inf. tokens: int[N], as
@@ -261,9 +264,15 @@ def states(
 
     token = jnp.asarray(tokens, jnp.int32)[..., None]
     return States(
-        ids=ids, mask=mask, target_on=at(log_p, ids), actor_on=at(log_q, ids),
-        target_logprobs=at(log_p, token)[..., 0], actor_logprobs=at(log_q, token)[..., 0],
-        z=z, kl_before=before, kl_after=after,
+        ids=ids,
+        mask=mask,
+        target_on=at(log_p, ids),
+        actor_on=at(log_q, ids),
+        target_logprobs=at(log_p, token)[..., 0],
+        actor_logprobs=at(log_q, token)[..., 0],
+        z=z,
+        kl_before=before,
+        kl_after=after,
     )
 
 
@@ -291,9 +300,17 @@ def divergences(
 
 
 def weight_sums(
-    target_logprobs: ArrayLike, actor_logprobs: ArrayLike, lam: ArrayLike, accept: ArrayLike,
-    mask: ArrayLike, *, z: ArrayLike | None = None, old_logprobs: ArrayLike | None = None,
-    c1: float = math.inf, c2: float = math.inf, normalise: str = "accepted",
+    target_logprobs: ArrayLike,
+    actor_logprobs: ArrayLike,
+    lam: ArrayLike,
+    accept: ArrayLike,
+    mask: ArrayLike,
+    *,
+    z: ArrayLike | None = None,
+    old_logprobs: ArrayLike | None = None,
+    c1: float = math.inf,
+    c2: float = math.inf,
+    normalise: str = "accepted",
 ) -> dict[str, jax.Array]:
     """Sums that describe the acceptance and the weights of one micro-batch; ``summarise`` reads them.
 
@@ -321,9 +338,7 @@ def weight_sums(
     }
 
 
-def state_sums(
-    z: ArrayLike, kl_before: ArrayLike, kl_after: ArrayLike, mask: ArrayLike
-) -> dict[str, jax.Array]:
+def state_sums(z: ArrayLike, kl_before: ArrayLike, kl_after: ArrayLike, mask: ArrayLike) -> dict[str, jax.Array]:
     """Σ over the masked-in states of Z, KL(p‖q) and KL(p‖q̃), and their number; float32 scalars."""
     check_same_shape(z=z, kl_before=kl_before, kl_after=kl_after, mask=mask)
     ones = jnp.ones(jnp.shape(mask))

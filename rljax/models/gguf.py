@@ -331,8 +331,7 @@ def _tokenizer(file: _File, config: ModelConfig) -> tuple[tk.Tokenizer, dict, di
     types = file.get("tokenizer.ggml.token_type", [gguf.TokenType.NORMAL] * len(tokens))
     if len(tokens) > config.vocab_size or len(types) != len(tokens):
         raise ValueError(
-            f"{file.path}: {len(tokens)} tokens and {len(types)} token types do not fit "
-            f"{config.vocab_size} embeddings"
+            f"{file.path}: {len(tokens)} tokens and {len(types)} token types do not fit {config.vocab_size} embeddings"
         )
     tokenizer = _bpe(file, rule, tokens, types)
     words = ("bos", "eos", "eot", "eom", "unknown", "padding")

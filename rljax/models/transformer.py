@@ -280,9 +280,7 @@ class Model:
     def prefill(self, params, tokens, valid) -> Prefix:
         """Keys and values of prompts. tokens: int32[P, S]; valid: bool[P, S], padding at either side."""
         positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0).astype(jnp.int32)
-        _, kv = self._decoder(params).extend(
-            tokens[:, None], positions[:, None], valid[:, None], None, self.remat
-        )
+        _, kv = self._decoder(params).extend(tokens[:, None], positions[:, None], valid[:, None], None, self.remat)
         return Prefix(jax.tree.map(lambda a: a[:, :, 0], kv), valid, positions)
 
     def extend(self, params, tokens, valid, prefix: Prefix | None = None):

@@ -58,9 +58,7 @@ def load(config: Any) -> Task:
             'or "package.module:function" for a task of your own'
         )
     if not isinstance(task, Task):
-        raise ValueError(
-            f"task.name={config.name!r} returned a {type(task).__name__}; return a rljax.tasks.base.Task"
-        )
+        raise ValueError(f"task.name={config.name!r} returned a {type(task).__name__}; return a rljax.tasks.base.Task")
     return task
 
 

@@ -151,9 +151,7 @@ def _parse(answer: str) -> tuple:
     answer = re.sub(r"\s*([-+*/=])\s*", r"\1", _latex_plain(answer))
     if not answer or _depth(answer) > MAX_DEPTH:
         return ()
-    readings = _math_verify().parse(
-        f"\\boxed{{{answer}}}", fallback_mode="no_fallback", parsing_timeout=None
-    )
+    readings = _math_verify().parse(f"\\boxed{{{answer}}}", fallback_mode="no_fallback", parsing_timeout=None)
     return tuple(reading for reading in readings if _log2_bound(reading) <= MAX_BITS)
 
 
@@ -276,9 +274,7 @@ def holds_number(gold: str | float) -> bool:
     return _number(_gold_answer(gold)) is not None
 
 
-def grade_numeric(
-    completion: str, gold: str | float, *, rel_tol: float = 0.0, abs_tol: float = 0.0
-) -> float:
+def grade_numeric(completion: str, gold: str | float, *, rel_tol: float = 0.0, abs_tol: float = 0.0) -> float:
     """1.0 if the last number of the completion's answer equals the gold number, else 0.0.
 
     |answer - gold| <= max(rel_tol * |gold|, abs_tol), in exact arithmetic: "0.5" and "1/2" are equal.
@@ -329,9 +325,7 @@ def grade_choice(completion: str, gold: str, *, letters: str = "ABCD") -> float:
     return float(extract_choice(completion, letters) == gold)
 
 
-def format_reward(
-    completion: str, *, prompt_end: str = "", tags: tuple[str, ...] = ("think", "answer")
-) -> float:
+def format_reward(completion: str, *, prompt_end: str = "", tags: tuple[str, ...] = ("think", "answer")) -> float:
     """1.0 if the completion is ``<tag>...</tag>`` for each of ``tags`` in order and nothing else, else 0.0.
 
     Args:

@@ -46,15 +46,11 @@ def test_survivors_of_filtering_keep_their_groups(run):
     np.testing.assert_allclose(advantages, [1.41421, -0.70711, -0.70711, 0.0], atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "baseline, expected", [("mean", [1 / 3, -2 / 3, 0, 1 / 3]), ("loo", [0.5, -1, 0, 0.5])]
-)
+@pytest.mark.parametrize("baseline, expected", [("mean", [1 / 3, -2 / 3, 0, 1 / 3]), ("loo", [0.5, -1, 0, 0.5])])
 def test_unscorable_rows_enter_nothing(baseline, expected, run):
     groups, valid = jnp.zeros(4, int), jnp.array([True, True, False, True])
     advantages = run(
-        lambda r, g, v: [
-            group_advantages(r, g, 1, valid=v, baseline=baseline, scale=s) for s in ("none", "std")
-        ]
+        lambda r, g, v: [group_advantages(r, g, 1, valid=v, baseline=baseline, scale=s) for s in ("none", "std")]
     )
     for unknown in (jnp.nan, jnp.inf, -jnp.inf, 7.0):
         raw, scaled = advantages(jnp.array([1.0, 0.0, unknown, 1.0]), groups, valid)

@@ -129,8 +129,18 @@ BATCHES = {
 def policy(aggregate, **settings):
     def row(b):
         return losses.policy_loss(
-            b.logprobs("logits"), b.logprobs("old_logits"), b.advantages(), b.mask, clip_low=0.2, clip_high=0.28,
-            aggregate=aggregate, max_length=8, weights=b.weights, accept=b.accept, **settings)
+            b.logprobs("logits"),
+            b.logprobs("old_logits"),
+            b.advantages(),
+            b.mask,
+            clip_low=0.2,
+            clip_high=0.28,
+            aggregate=aggregate,
+            max_length=8,
+            weights=b.weights,
+            accept=b.accept,
+            **settings,
+        )
 
     return row
 
@@ -254,9 +264,9 @@ def divergence(direction):
     def row(b):
         actor, policy = (b.floats[name].reshape(-1, 5) for name in ("actor_logits", "logits"))
         chunks = distillation.token_kl(
-            lambda x: x, lambda x: x, actor, policy, b.mask.ravel(), direction=direction, chunk=7)
-        plain = distillation.scan_chunks(
-            lambda x: distillation.kl(*x, direction=direction), (actor, policy), chunk=100)
+            lambda x: x, lambda x: x, actor, policy, b.mask.ravel(), direction=direction, chunk=7
+        )
+        plain = distillation.scan_chunks(lambda x: distillation.kl(*x, direction=direction), (actor, policy), chunk=100)
         return chunks, plain, distillation.kl(b.actor_logits, b.logits, direction=direction)
 
     return row

@@ -105,10 +105,14 @@ def test_offline_allocation_reaches_the_optimum_of_scipy(budget, cap):
         return -np.sum(1 - np.exp(-eta * q * n))
 
     best = scipy.optimize.minimize(
-        loss, np.full(6, budget / 6).clip(0, cap), jac=lambda n: -eta * q * np.exp(-eta * q * n),
-        method="SLSQP", bounds=[(0, cap)] * 6,
+        loss,
+        np.full(6, budget / 6).clip(0, cap),
+        jac=lambda n: -eta * q * np.exp(-eta * q * n),
+        method="SLSQP",
+        bounds=[(0, cap)] * 6,
         constraints={"type": "ineq", "fun": lambda n: budget - n.sum()},
-        options={"ftol": 1e-13, "maxiter": 1000})
+        options={"ftol": 1e-13, "maxiter": 1000},
+    )
     n = np.asarray(cero_lib.offline_allocation(jnp.asarray(q, jnp.float32), eta, budget, cap), np.float64)
     assert n.sum() <= budget * (1 + 1e-6)
     assert n.min() >= 0
@@ -164,10 +168,20 @@ def test_allocate_grants_n_max_above_the_budget_price():
     assert (plain.tolist(), plain.dtype) == ([8, 0, 8, 0], jnp.int32)
 
 
-@pytest.mark.parametrize(("spent", "expected"), [
-    (76, [8, 8, 8]), (77, [7, 8, 8]), (82, [2, 8, 8]), (83, [0, 8, 8]),  # a single rollout is never granted
-    (84, [0, 8, 8]), (85, [0, 8, 7]), (98, [0, 2, 0]), (99, [0, 0, 0]), (100, [0, 0, 0]),
-])
+@pytest.mark.parametrize(
+    ("spent", "expected"),
+    [
+        (76, [8, 8, 8]),
+        (77, [7, 8, 8]),
+        (82, [2, 8, 8]),
+        (83, [0, 8, 8]),  # a single rollout is never granted
+        (84, [0, 8, 8]),
+        (85, [0, 8, 7]),
+        (98, [0, 2, 0]),
+        (99, [0, 0, 0]),
+        (100, [0, 0, 0]),
+    ],
+)
 def test_allocate_spends_the_last_rollouts_on_the_largest_theta(spent, expected):
     cero = Cero(100, 4, 2, 8)
     state = prices(cero, [0.1, 0.3, 0.2, 0.0], 0.05, spent)
@@ -223,10 +237,16 @@ def test_posterior_takes_thresholded_rewards_of_valid_rows_only():
 def test_one_step_by_hand():
     # M=3, K=2, N_max=4, B=12, eta=1. Prompt 0 is granted 4 (3 of 4 solved), prompt 1 is drawn and granted 0.
     cero = Cero(12, 3, 2, 4, eta=1.0, step_theta=0.01, step_mu=0.02)
-    state = dataclasses.replace(
-        init(cero), theta=jnp.array([0.15, 0.1, 0.12]), mu=jnp.float32(0.11))
-    new = update(cero, state, jnp.array([0, 0, 0, 0]), jnp.array([1.0, 1, 0, 1]), jnp.ones(4, bool),
-                 drawn_ids=jnp.array([1, 0]), drawn_counts=jnp.array([0, 4]))
+    state = dataclasses.replace(init(cero), theta=jnp.array([0.15, 0.1, 0.12]), mu=jnp.float32(0.11))
+    new = update(
+        cero,
+        state,
+        jnp.array([0, 0, 0, 0]),
+        jnp.array([1.0, 1, 0, 1]),
+        jnp.ones(4, bool),
+        drawn_ids=jnp.array([1, 0]),
+        drawn_counts=jnp.array([0, 4]),
+    )
     # q_0 = 4*2/(6*7) = .190476; n* = ln(.190476/.15)/.190476 = 1.25418; theta = .15 - .01(4 - 1.25418/2)
     # q_1 = 1/6; n* = ln((1/6)/.1)/(1/6) = 3.06495; theta = .1 + .01*3.06495/2. Prompt 2 was not drawn.
     np.testing.assert_allclose(new.theta, [0.1162709, 0.1153248, 0.12], atol=2e-7)
@@ -234,16 +254,16 @@ def test_one_step_by_hand():
     np.testing.assert_allclose(new.mu, 0.11, rtol=1e-6)
     assert (new.draws, new.epoch, new.spent) == (2, 0, 4)
     np.testing.assert_array_equal(new.visits, [1, 0, 0])
-    new = update(cero, new, jnp.zeros(0, int), jnp.zeros(0), drawn_ids=jnp.array([2]),
-                 drawn_counts=jnp.array([0]))
+    new = update(cero, new, jnp.zeros(0, int), jnp.zeros(0), drawn_ids=jnp.array([2]), drawn_counts=jnp.array([0]))
     np.testing.assert_allclose(new.mu, 0.11 - 0.02 * 2, rtol=1e-6)  # a step without rollouts lowers the price
     assert (new.draws, new.epoch, new.spent) == (0, 1, 4)
 
 
 def test_mu_stays_at_or_above_zero_and_theta_in_its_box():
     cero = Cero(12, 3, 2, 4, eta=1.0, step_theta=10.0, step_mu=10.0)
-    state = update(cero, init(cero), jnp.zeros(0, int), jnp.zeros(0),
-                   drawn_ids=jnp.array([0, 1]), drawn_counts=jnp.array([0, 0]))
+    state = update(
+        cero, init(cero), jnp.zeros(0, int), jnp.zeros(0), drawn_ids=jnp.array([0, 1]), drawn_counts=jnp.array([0, 0])
+    )
     assert state.mu == 0
     state = update(cero, state, jnp.array([0, 0, 1, -1]), jnp.array([1.0, 0, 1, 0]))
     low, high = theta_box(cero, informativeness(state))
@@ -264,8 +284,7 @@ def test_a_prompt_drawn_twice_steps_by_both_grants():
 def test_without_drawn_the_prompts_of_the_rows_are_drawn():
     cero = Cero(1000, 4, 4, 8)
     ids, rewards = jnp.array([2, 0, 2, 2, -1]), jnp.array([1.0, 0, 0, 1, 1])
-    known = update(cero, init(cero), ids, rewards, drawn_ids=jnp.array([0, 2, -1]),
-                   drawn_counts=jnp.array([1, 3, 5]))
+    known = update(cero, init(cero), ids, rewards, drawn_ids=jnp.array([0, 2, -1]), drawn_counts=jnp.array([1, 3, 5]))
     jax.tree.map(np.testing.assert_array_equal, update(cero, init(cero), ids, rewards), known)
 
 
@@ -286,8 +305,9 @@ def test_a_drought_ends_when_prices_move_while_drawing():
     granted, draws = 0, 0
     while granted == 0 and draws < 500:
         grants = allocate(cero, state, jnp.array([draws % 6]))
-        state = update(cero, state, jnp.zeros(0, int), jnp.zeros(0), drawn_ids=jnp.array([draws % 6]),
-                       drawn_counts=grants)
+        state = update(
+            cero, state, jnp.zeros(0, int), jnp.zeros(0), drawn_ids=jnp.array([draws % 6]), drawn_counts=grants
+        )
         granted, draws = int(grants.sum()), draws + 1
     assert granted == 16
     assert 1 < draws < 100
@@ -299,8 +319,14 @@ def test_epoch_advances_after_m_draws_and_discounts_the_posterior():
     state = update(cero, state, jnp.array([0, 0, 1, 1]), jnp.array([1.0, 1, 0, 0]))
     np.testing.assert_array_equal(state.alpha, [3, 1, 1, 1])
     assert (state.draws, state.epoch) == (2, 0)
-    state = update(cero, state, jnp.array([2, 2, 3]), jnp.array([1.0, 0, 0]),
-                   drawn_ids=jnp.array([2, 3, 0]), drawn_counts=jnp.array([2, 1, 0]))
+    state = update(
+        cero,
+        state,
+        jnp.array([2, 2, 3]),
+        jnp.array([1.0, 0, 0]),
+        drawn_ids=jnp.array([2, 3, 0]),
+        drawn_counts=jnp.array([2, 1, 0]),
+    )
     assert (state.draws, state.epoch) == (1, 1)  # the fifth draw belongs to the next epoch
     np.testing.assert_array_equal(state.alpha, [2, 1, 1.5, 1])
     np.testing.assert_array_equal(state.beta, [2, 3, 2.5, 2.5])
@@ -316,8 +342,9 @@ def test_uniform_grpo_is_the_case_of_a_free_budget():
     for ids in ([2, 0, 1], [1, 2, 0]):
         grants = allocate(cero, state, jnp.array(ids))
         assert grants.tolist() == [4, 4, 4]
-        state = update(cero, state, jnp.repeat(jnp.array(ids), 4), jnp.ones(12), drawn_ids=jnp.array(ids),
-                       drawn_counts=grants)
+        state = update(
+            cero, state, jnp.repeat(jnp.array(ids), 4), jnp.ones(12), drawn_ids=jnp.array(ids), drawn_counts=grants
+        )
     assert (state.spent, state.epoch) == (24, 2)
     assert allocate(cero, state, jnp.array([0, 1, 2])).tolist() == [0, 0, 0]
 
@@ -332,8 +359,11 @@ SETTINGS = (
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.sampled_from(SETTINGS), st.lists(st.lists(st.integers(-1, 4), min_size=4, max_size=4), max_size=10),
-       st.integers(0, 2**31))
+@given(
+    st.sampled_from(SETTINGS),
+    st.lists(st.lists(st.integers(-1, 4), min_size=4, max_size=4), max_size=10),
+    st.integers(0, 2**31),
+)
 def test_budget_and_box_hold_under_any_order_of_prompts(cero, steps, seed):
     rng = np.random.default_rng(seed)
     state, made, draws = init(cero), 0, 0
@@ -347,8 +377,9 @@ def test_budget_and_box_hold_under_any_order_of_prompts(cero, steps, seed):
         live = np.arange(cero.n_max) < grants[:, None]
         rows = np.where(live, np.array(ids)[:, None], -1).ravel()
         rewards = rng.choice([0.0, 1.0, -0.5, np.nan], rows.shape).astype(np.float32)
-        state = update(cero, state, rows, rewards, rng.random(rows.shape) < 0.8, drawn_ids=np.array(ids),
-                       drawn_counts=grants)
+        state = update(
+            cero, state, rows, rewards, rng.random(rows.shape) < 0.8, drawn_ids=np.array(ids), drawn_counts=grants
+        )
         low, high = theta_box(cero, informativeness(state))
         slack = 1 + 1e-6  # the box here is computed outside of jit
         assert bool(((state.theta * slack >= low) & (state.theta <= high * slack) & (state.theta > 0)).all())
@@ -386,13 +417,25 @@ def test_jit_vmap_and_a_restored_state_change_nothing():
     jax.tree.map(np.testing.assert_array_equal, flipped, first)
 
 
-@pytest.mark.parametrize(("change", "error"), [
-    ({"n_max": 1}, "n_max=1"), ({"budget": 1}, "budget=1"), ({"num_prompts": 0}, "num_prompts=0"),
-    ({"epochs": 0}, "epochs=0"), ({"budget": 2**31}, "budget=2147483648"), ({"eta": 0.0}, "eta=0.0"),
-    ({"eta": math.nan}, "eta=nan"), ({"step_theta": -1.0}, "step_theta"), ({"step_mu": math.inf}, "step_mu"),
-    ({"prior": (0.0, 1.0)}, "prior"), ({"prior": (1.0,)}, "prior"), ({"discount": 1.1}, "discount"),
-    ({"success_threshold": math.nan}, "success_threshold"), ({"min_visits": -1}, "min_visits"),
-])
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"n_max": 1}, "n_max=1"),
+        ({"budget": 1}, "budget=1"),
+        ({"num_prompts": 0}, "num_prompts=0"),
+        ({"epochs": 0}, "epochs=0"),
+        ({"budget": 2**31}, "budget=2147483648"),
+        ({"eta": 0.0}, "eta=0.0"),
+        ({"eta": math.nan}, "eta=nan"),
+        ({"step_theta": -1.0}, "step_theta"),
+        ({"step_mu": math.inf}, "step_mu"),
+        ({"prior": (0.0, 1.0)}, "prior"),
+        ({"prior": (1.0,)}, "prior"),
+        ({"discount": 1.1}, "discount"),
+        ({"success_threshold": math.nan}, "success_threshold"),
+        ({"min_visits": -1}, "min_visits"),
+    ],
+)
 def test_impossible_settings_are_named(change, error):
     with pytest.raises(ValueError, match=error):
         Cero(**({"budget": 100, "num_prompts": 5, "epochs": 2, "n_max": 4} | change))
@@ -416,9 +459,18 @@ def test_metrics():
     cero = Cero(100, 4, 2, 8)
     state = dataclasses.replace(prices(cero, [0.4, 0.1, 0.2, 0.1], 0.15, 30), visits=jnp.array([3, 0, 0, 0]))
     got = {k: float(v) for k, v in cero_lib.metrics(cero, state).items()}
-    assert got == pytest.approx({
-        "mu": 0.15, "theta_mean": 0.2, "q_mean": 1 / 6, "spent": 30, "left": 70, "epoch": 0, "active": 0.5,
-        "explored": 0.25})
+    assert got == pytest.approx(
+        {
+            "mu": 0.15,
+            "theta_mean": 0.2,
+            "q_mean": 1 / 6,
+            "spent": 30,
+            "left": 70,
+            "epoch": 0,
+            "active": 0.5,
+            "explored": 0.25,
+        }
+    )
 
 
 # ---------------------------------------------------------------- effective prompt ratio
@@ -466,8 +518,14 @@ def simulate(cero, p, order, luck, state, *, learn):
         live = jnp.arange(cero.n_max) < grants[:, None]
         solved = live & (luck < p[ids][:, None])
         state = cero_lib.update(
-            cero, state, jnp.where(live, ids[:, None], -1).ravel(), solved.ravel().astype(jnp.float32),
-            jnp.full(live.size, learn), drawn_ids=ids, drawn_counts=grants)
+            cero,
+            state,
+            jnp.where(live, ids[:, None], -1).ravel(),
+            solved.ravel().astype(jnp.float32),
+            jnp.full(live.size, learn),
+            drawn_ids=ids,
+            drawn_counts=grants,
+        )
         total = solved.sum(1)
         return state, (grants, (total > 0) & (total < grants))
 

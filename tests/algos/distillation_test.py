@@ -19,8 +19,9 @@ def by_enumeration(actor_logits, policy_logits, direction):
     return jnp.sum(first * jnp.log(first / second), -1)
 
 
-@pytest.mark.parametrize(("direction", "value", "slope"), [
-    ("reverse", 0.2231436, -0.3465736), ("forward", 0.1927448, -0.3)])
+@pytest.mark.parametrize(
+    ("direction", "value", "slope"), [("reverse", 0.2231436, -0.3465736), ("forward", 0.1927448, -0.3)]
+)
 def test_values_and_gradients_by_hand(run, direction, value, slope):
     """KL(a‖p) = ln .5 - (ln .8 + ln .2) / 2; dKL/dz₀ = a₀ (log a₀/p₀ - KL) reverse, a₀ - p₀ forward."""
     f = functools.partial(distillation.kl, direction=direction)
@@ -74,8 +75,14 @@ def setting(tokens=10, hidden=6, vocabulary=17):
 
 def chunked(heads, states, mask, direction, chunk):
     return distillation.token_kl(
-        lambda h: h @ heads["actor"], lambda h: h @ heads["policy"], states["actor"], states["policy"], mask,
-        direction=direction, chunk=chunk)
+        lambda h: h @ heads["actor"],
+        lambda h: h @ heads["policy"],
+        states["actor"],
+        states["policy"],
+        mask,
+        direction=direction,
+        chunk=chunk,
+    )
 
 
 @pytest.mark.parametrize("direction", KINDS)
@@ -109,7 +116,8 @@ def test_nan_behind_the_mask_reaches_nothing(direction):
     f = jax.jit(jax.value_and_grad(lambda h, s: chunked(h, s, mask, direction, 4).sum()))
     jax.tree.map(np.testing.assert_array_equal, f(heads, bad), f(heads, states))
     values, gradient = jax.jit(jax.value_and_grad(lambda h, m: chunked(h, bad, m, direction, 4).sum()))(
-        heads, jnp.zeros(10, bool))
+        heads, jnp.zeros(10, bool)
+    )
     assert values == 0
     jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0), gradient)
 
@@ -125,7 +133,8 @@ def test_chunks_work_under_vmap_and_on_nothing():
     heads, states, mask = setting()
     f = jax.jit(functools.partial(chunked, direction="reverse", chunk=4))
     two = jax.vmap(f, in_axes=(None, 0, 0))(
-        heads, jax.tree.map(lambda x: jnp.stack([x, 2 * x]), states), jnp.stack([mask, ~mask]))
+        heads, jax.tree.map(lambda x: jnp.stack([x, 2 * x]), states), jnp.stack([mask, ~mask])
+    )
     np.testing.assert_allclose(two[0], f(heads, states, mask), rtol=1e-5)
     np.testing.assert_allclose(two[1], f(heads, jax.tree.map(lambda x: 2 * x, states), ~mask), rtol=1e-5)
     assert f(heads, jax.tree.map(lambda x: x[:0], states), mask[:0]).shape == (0,)
@@ -151,13 +160,16 @@ def test_scan_chunks_takes_and_returns_trees():
     np.testing.assert_array_equal(out[1], np.arange(14).reshape(7, 2).sum(-1))
 
 
-@pytest.mark.parametrize(("call", "error"), [
-    (lambda: distillation.kl(A, P, direction="both"), "'both'; known: 'reverse', 'forward'"),
-    (lambda: distillation.kl(A, jnp.zeros(3)), "shapes must be the same"),
-    (lambda: distillation.scan_chunks(lambda x: x, A, chunk=0), "chunk=0"),
-    (lambda: distillation.scan_chunks(lambda x: x[0], (A, jnp.zeros(3)), chunk=1), "leading axes"),
-    (lambda: chunked(*setting(), "both", 4), "unknown direction"),
-])
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: distillation.kl(A, P, direction="both"), "'both'; known: 'reverse', 'forward'"),
+        (lambda: distillation.kl(A, jnp.zeros(3)), "shapes must be the same"),
+        (lambda: distillation.scan_chunks(lambda x: x, A, chunk=0), "chunk=0"),
+        (lambda: distillation.scan_chunks(lambda x: x[0], (A, jnp.zeros(3)), chunk=1), "leading axes"),
+        (lambda: chunked(*setting(), "both", 4), "unknown direction"),
+    ],
+)
 def test_errors(call, error):
     with pytest.raises(ValueError, match=error):
         call()

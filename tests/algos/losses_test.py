@@ -39,9 +39,7 @@ def test_clip_sides_and_clip_metric(run):
     """Objectives 1.28, -1.5, -.8, .5; the first and the third have no gradient and are the clipped ones."""
     ratio, advantages = rows([1.5, 1.5, 0.5, 0.5]), [1.0, -1.0, -1.0, 1.0]
     one = run(jax.vmap(lambda r, a: policy_loss(r, jnp.zeros(1), a, jnp.ones(1, bool), **CLIPS)[0]))
-    np.testing.assert_allclose(
-        -one(jnp.log(ratio), jnp.array(advantages)), [1.28, -1.5, -0.8, 0.5], rtol=1e-6
-    )
+    np.testing.assert_allclose(-one(jnp.log(ratio), jnp.array(advantages)), [1.28, -1.5, -0.8, 0.5], rtol=1e-6)
 
     step = run(loss_grad(advantages, jnp.ones((4, 1), bool)))
     loss, sums, grad = step(jnp.log(ratio), jnp.zeros((4, 1)))
@@ -157,9 +155,7 @@ def test_aggregates(aggregate, plain, accepted, denominators, run):
     np.testing.assert_allclose(of(LOSSES, VALID, ACCEPT), accepted, rtol=1e-6)
     count = run(lambda m, a: loss_denominator(m, a, **settings))
     assert (count(VALID, VALID), count(VALID, ACCEPT)) == denominators
-    np.testing.assert_allclose(
-        run(lambda x, m: aggregate_loss(x, m, **settings))(LOSSES, VALID), plain, rtol=1e-6
-    )
+    np.testing.assert_allclose(run(lambda x, m: aggregate_loss(x, m, **settings))(LOSSES, VALID), plain, rtol=1e-6)
 
 
 def test_four_tokens_two_masked():
@@ -184,9 +180,7 @@ def test_weights_multiply_and_do_not_divide(aggregate, run):
     whole = aggregate_loss(LOSSES, VALID, **settings)
     np.testing.assert_allclose(of(LOSSES, VALID, jnp.full(3, 2.5)), 2.5 * whole, rtol=1e-6)
     weights = jnp.where(VALID, LOSSES, jnp.nan)
-    np.testing.assert_allclose(
-        of(LOSSES, VALID, weights), aggregate_loss(LOSSES**2, VALID, **settings), rtol=1e-6
-    )
+    np.testing.assert_allclose(of(LOSSES, VALID, weights), aggregate_loss(LOSSES**2, VALID, **settings), rtol=1e-6)
     gradient = jax.grad(lambda w: of(LOSSES, VALID, w))(jnp.ones((3, 4)))
     np.testing.assert_array_equal(gradient, 0.0)
 
@@ -209,9 +203,7 @@ def random_batch():
     )
 
 
-@pytest.mark.parametrize(
-    "aggregate, ratio", [("token", "sequence"), ("sequence", "token"), ("constant", "token")]
-)
+@pytest.mark.parametrize("aggregate, ratio", [("token", "sequence"), ("sequence", "token"), ("constant", "token")])
 def test_micro_batches_add_up(aggregate, ratio):
     """Loss, KL, gradient and metrics of one and of two micro-batches of a [P, K, T] minibatch are the same."""
     batch = random_batch()
@@ -244,9 +236,7 @@ def test_denominator_defaults_to_the_given_batch():
         settings = dict(aggregate=aggregate, max_length=8)
         own = policy_loss(*args, accept=b["accept"], **settings, **CLIPS)[0]
         denominator = loss_denominator(b["mask"], b["accept"], **settings)
-        given = policy_loss(*args, accept=b["accept"], denominator=denominator, aggregate=aggregate, **CLIPS)[
-            0
-        ]
+        given = policy_loss(*args, accept=b["accept"], denominator=denominator, aggregate=aggregate, **CLIPS)[0]
         assert own == given
 
 
@@ -296,9 +286,7 @@ def test_what_a_mask_hides_changes_nothing_in_grpo(run):
 def test_nothing_counts(settings):
     for mask, accept in ((~SOME & SOME, SOME), (SOME, ~SOME)):
         step = jax.jit(loss_grad([1.0, -1.0], mask, accept=accept, **settings))
-        bad = (
-            jnp.nan if settings["ratio"] == "token" else 0.3
-        )  # a sequence's ratio is of its rejected tokens too
+        bad = jnp.nan if settings["ratio"] == "token" else 0.3  # a sequence's ratio is of its rejected tokens too
         loss, sums, grad = step(OLD + bad, OLD)
         assert loss == 0 and not np.any(grad) and sums["tokens"] == 0
         assert all(np.isfinite(value) for value in sums.values())
@@ -379,9 +367,7 @@ def test_importance_weights_keep_the_bounds_and_have_no_gradient():
     one, mask = jnp.zeros((1, 1)), jnp.ones((1, 1), bool)
     weights, _ = importance_weights(one, one, mask, mode="mask", low=1.0, high=1.0)
     assert weights == 1.0
-    gradient = jax.grad(lambda a, b: importance_weights(a, b, mask, high=2.0)[0].sum(), argnums=(0, 1))(
-        one, one
-    )
+    gradient = jax.grad(lambda a, b: importance_weights(a, b, mask, high=2.0)[0].sum(), argnums=(0, 1))(one, one)
     np.testing.assert_array_equal(gradient, 0.0)
 
 

@@ -96,7 +96,8 @@ def test_jackpot_weights_are_bounded_and_corrected_for_a_moved_target():
     moved = obrs.jackpot_weights(*args, z=z, old_logprobs=old)  # p_old / p = .5, 2, 1
     np.testing.assert_allclose(moved, [0.9, 1.2, 0.6], rtol=1e-6)
     np.testing.assert_allclose(
-        obrs.jackpot_weights(*args, z=z, old_logprobs=old, c1=1.5, c2=1.2), [0.75, 0.72, 0.6], rtol=1e-6)
+        obrs.jackpot_weights(*args, z=z, old_logprobs=old, c1=1.5, c2=1.2), [0.75, 0.72, 0.6], rtol=1e-6
+    )
     proposed = obrs.jackpot_weights(*args, old_logprobs=old, c1=2.5, c2=1.2, normalise="proposed")
     np.testing.assert_allclose(proposed, [1.25, 1.2, 1.0], rtol=1e-6)
 
@@ -140,18 +141,21 @@ def test_weights_whose_squares_overflow_are_degenerate():
     np.testing.assert_allclose(obrs.summarise(sums)["ess"], 1, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("call", "error"), [
-    (lambda: obrs.acceptance(P, Q, 0.0), "λ=0.0 must be > 0"),
-    (lambda: obrs.acceptance(P, Q[:2], 1.0), "shapes must be the same"),
-    (lambda: obrs.candidates(P, Q, 4), r"k=4 is outside \[1, 3\]"),
-    (lambda: obrs.lambda_for_budget(P, Q, 0.0), r"budget=0.0 must be in \(0, 1\]"),
-    (lambda: obrs.lambda_for_budget(P, Q, 1.5), r"budget=1.5 must be in \(0, 1\]"),
-    (lambda: obrs.lambda_for_budget(jnp.array([1.0, 0, 0]), Q, 0.3), "at most 0.200000"),
-    (lambda: obrs.jackpot_weights(P, Q, 1.0), "needs z"),
-    (lambda: obrs.jackpot_weights(P, Q, 1.0, z=P, c1=0.0), "c1=0.0 must be > 0"),
-    (lambda: obrs.jackpot_weights(P, Q, 1.0, z=P, normalise="all"), "known: 'accepted', 'proposed'"),
-    (lambda: obrs.states(jnp.zeros((2, 3)), jnp.zeros((2, 4)), jnp.zeros(2), 1.0, k=1), "shapes"),
-])
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: obrs.acceptance(P, Q, 0.0), "λ=0.0 must be > 0"),
+        (lambda: obrs.acceptance(P, Q[:2], 1.0), "shapes must be the same"),
+        (lambda: obrs.candidates(P, Q, 4), r"k=4 is outside \[1, 3\]"),
+        (lambda: obrs.lambda_for_budget(P, Q, 0.0), r"budget=0.0 must be in \(0, 1\]"),
+        (lambda: obrs.lambda_for_budget(P, Q, 1.5), r"budget=1.5 must be in \(0, 1\]"),
+        (lambda: obrs.lambda_for_budget(jnp.array([1.0, 0, 0]), Q, 0.3), "at most 0.200000"),
+        (lambda: obrs.jackpot_weights(P, Q, 1.0), "needs z"),
+        (lambda: obrs.jackpot_weights(P, Q, 1.0, z=P, c1=0.0), "c1=0.0 must be > 0"),
+        (lambda: obrs.jackpot_weights(P, Q, 1.0, z=P, normalise="all"), "known: 'accepted', 'proposed'"),
+        (lambda: obrs.states(jnp.zeros((2, 3)), jnp.zeros((2, 4)), jnp.zeros(2), 1.0, k=1), "shapes"),
+    ],
+)
 def test_errors(call, error):
     with pytest.raises(ValueError, match=error):
         call()
@@ -179,6 +183,7 @@ def test_no_candidate_is_counted_twice():
         np.testing.assert_allclose(z[state], best, rtol=1e-5)
     assert (~mask).any()
     assert (z < obrs.normaliser(*f32(p, q), 0.8)).all()  # what V_k leaves out is missing
+
 
 def test_states_hold_what_plain_enumeration_gives():
     rng = np.random.default_rng(1)

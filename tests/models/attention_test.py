@@ -28,9 +28,7 @@ def shared(a, window):
     positions = prompt[:, None, None] + np.broadcast_to(np.arange(T), (P, G, T))
     mask = attention.visible(positions, positions, np.arange(T) < own[..., None], window)
     prefix_positions = np.broadcast_to(np.arange(S), (P, 1, S))
-    prefix_mask = attention.visible(
-        positions, prefix_positions, prefix_positions < prompt[:, None, None], window
-    )
+    prefix_mask = attention.visible(positions, prefix_positions, prefix_positions < prompt[:, None, None], window)
     return attention.attend(a["q"], a["k"], a["v"], mask, a["prefix_k"], a["prefix_v"], prefix_mask)
 
 
@@ -41,9 +39,7 @@ def plain(a, window):
         for g in range(G):
             n, own = PREFIX[p], OWN[p][g]
             keys, values = (
-                jnp.repeat(
-                    jnp.concatenate([a[f"prefix_{x}"][p, :, :n], a[x][p, g, :, :own]], axis=1), H // KV, 0
-                )
+                jnp.repeat(jnp.concatenate([a[f"prefix_{x}"][p, :, :n], a[x][p, g, :, :own]], axis=1), H // KV, 0)
                 for x in "kv"
             )  # [H, n + own, D]
             scores = jnp.einsum("thd,hcd->htc", a["q"][p, g, :own], keys) / np.sqrt(D)

@@ -20,9 +20,7 @@ from rljax import models, tokenizer
 from rljax.models import gguf, hf
 from rljax.models.config import RopeScaling
 
-F32, F16, BF16, Q8_0, Q4_1 = (
-    gguf_lib.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_1")
-)
+F32, F16, BF16, Q8_0, Q4_1 = (gguf_lib.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_1"))
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORD = "xyzzy"
 YARN = [("add_rope_scaling_type", gguf_lib.RopeScalingType.YARN), ("add_rope_scaling_factor", 4.0)]
@@ -175,9 +173,7 @@ def test_models_and_tokenizer_load_a_gguf_path_from_the_users_cache(write, tmp_p
     assert model.config == config
     np.testing.assert_array_equal(params["embed"], expected["model.embed_tokens.weight"])
     np.testing.assert_array_equal(params["head"], expected["lm_head.weight"].T)
-    np.testing.assert_array_equal(
-        params["layers"]["k"][1], expected["model.layers.1.self_attn.k_proj.weight"].T
-    )
+    np.testing.assert_array_equal(params["layers"]["k"][1], expected["model.layers.1.self_attn.k_proj.weight"].T)
     assert tokenizer.load(file).encode("<|im_end|>") == [322]
     assert [p.parent for p in tmp_path.glob("rljax/*/config.json")] == [hf.resolve(file)]
 
@@ -244,15 +240,13 @@ def test_template_and_stop_ids(write, tmp_path):
 
 
 def test_rotary_scaling(write, tmp_path):
-    linear = write(
-        keys=[("add_rope_scaling_type", gguf_lib.RopeScalingType.LINEAR), ("add_rope_scaling_factor", 4.0)]
-    )
-    assert hf.read_config(gguf.to_hf(linear[0], tmp_path)).rope_scaling == RopeScaling(
-        kind="linear", factor=4.0
-    )
+    linear = write(keys=[("add_rope_scaling_type", gguf_lib.RopeScalingType.LINEAR), ("add_rope_scaling_factor", 4.0)])
+    assert hf.read_config(gguf.to_hf(linear[0], tmp_path)).rope_scaling == RopeScaling(kind="linear", factor=4.0)
     yarn = write(keys=YARN)
     assert hf.read_config(gguf.to_hf(yarn[0], tmp_path)).rope_scaling == RopeScaling(
-        kind="yarn", factor=4.0, original_max_positions=128  # of the context, where the file says no other
+        kind="yarn",
+        factor=4.0,
+        original_max_positions=128,  # of the context, where the file says no other
     )
     fields = [("orig_ctx_len", 32), ("yarn_beta_fast", 16.0), ("yarn_beta_slow", 2.0)]
     yarn = write(keys=[*YARN, *((f"add_rope_scaling_{name}", value) for name, value in fields)])

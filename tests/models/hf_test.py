@@ -25,7 +25,11 @@ FAMILIES = {
     "llama untied": {"tie_embeddings": False, "rope_scaling": LLAMA3},
     "qwen2": {"model_type": "qwen2", "qkv_bias": True, "sliding_window": 16, "rope_scaling": LINEAR},
     "qwen3": {
-        "model_type": "qwen3", "qk_norm": True, "tie_embeddings": False, "rope_scaling": YARN, "sliding_window": 16,
+        "model_type": "qwen3",
+        "qk_norm": True,
+        "tie_embeddings": False,
+        "rope_scaling": YARN,
+        "sliding_window": 16,
         "sliding_layers": (False, True, False),
     },
 }
@@ -86,12 +90,8 @@ def test_tensors_are_stored_as_hugging_face_does(saved):
     folder, _, params = saved
     stored = load_file(folder / "model.safetensors")
     # Linear layers are [out, in] there and [in, out] here; layer 1 of the stack is model.layers.1.
-    np.testing.assert_array_equal(
-        stored["model.layers.1.self_attn.q_proj.weight"], params["layers"]["q"][1].T
-    )
-    np.testing.assert_array_equal(
-        stored["model.layers.2.mlp.down_proj.weight"], params["layers"]["down"][2].T
-    )
+    np.testing.assert_array_equal(stored["model.layers.1.self_attn.q_proj.weight"], params["layers"]["q"][1].T)
+    np.testing.assert_array_equal(stored["model.layers.2.mlp.down_proj.weight"], params["layers"]["down"][2].T)
     np.testing.assert_array_equal(stored["model.embed_tokens.weight"], params["embed"])
     assert stored["model.layers.0.self_attn.k_proj.weight"].shape == (16, 16)
 
@@ -469,10 +469,7 @@ def test_a_save_that_fails_half_way_leaves_nothing_and_loses_nothing(where, save
     real = hf.os.replace
 
     def fail_last_rename(source, target):
-        if (
-            pathlib.Path(target) in (folder, folder.parent / "new")
-            and "-old-" not in pathlib.Path(source).name
-        ):
+        if pathlib.Path(target) in (folder, folder.parent / "new") and "-old-" not in pathlib.Path(source).name:
             raise OSError("no space left")
         real(source, target)
 
@@ -498,7 +495,5 @@ def test_saving_over_a_directory_keeps_its_other_files(saved):
     changed = jax.tree.map(lambda p: p + 1, params)
     models.save(folder, model, changed)
     same(models.load(folder)[1], changed)
-    assert (folder / "tokenizer.json").read_text() == "{}" and (
-        folder / "extra/notes.txt"
-    ).read_text() == "kept"
+    assert (folder / "tokenizer.json").read_text() == "{}" and (folder / "extra/notes.txt").read_text() == "kept"
     assert leftovers(folder.parent) == ["model"]

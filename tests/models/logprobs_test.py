@@ -64,9 +64,7 @@ def widths(jaxpr):
     """Shapes of everything that is computed, also inside loops and checkpoints."""
     for eqn in jaxpr.eqns:
         yield from (v.aval.shape for v in eqn.outvars)
-    for inner in (
-        jax.core.jaxprs_in_params_of(jaxpr) if hasattr(jax.core, "jaxprs_in_params_of") else inner_of(jaxpr)
-    ):
+    for inner in jax.core.jaxprs_in_params_of(jaxpr) if hasattr(jax.core, "jaxprs_in_params_of") else inner_of(jaxpr):
         yield from widths(inner)
 
 

@@ -55,14 +55,19 @@ FAMILIES = {
     "qwen2 tied": ("Qwen2", TIED | {"use_sliding_window": False, "sliding_window": 12}),
     "qwen2 window": ("Qwen2", UNTIED | WINDOW),
     "qwen2 untied, window in some layers, yarn": (
-        "Qwen2", UNTIED | LONG | WINDOW | {
+        "Qwen2",
+        UNTIED
+        | LONG
+        | WINDOW
+        | {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "rope_parameters": YARN | {"truncate": False, "attention_factor": 1.3},
         },
     ),
     "qwen3 tied": ("Qwen3", TIED | {"head_dim": 24}),
     "qwen3 untied, yarn": (
-        "Qwen3", UNTIED | LONG | {"head_dim": 24, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
+        "Qwen3",
+        UNTIED | LONG | {"head_dim": 24, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
     ),
     "qwen3 tied, window in the last layers": ("Qwen3", TIED | WINDOW | {"head_dim": 24, "max_window_layers": 1}),
     "qwen3 window": ("Qwen3", UNTIED | WINDOW | {"head_dim": 24}),
@@ -207,9 +212,7 @@ def test_transformers_reads_a_trained_export(tiny, tmp_path):
 
     trained = step(tiny.params)
     models.save(tmp_path / "model", tiny.model, trained)
-    exported, told = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", output_loading_info=True
-    )
+    exported, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert type(exported) is type(tiny.reference)
     assert not any(told.values()), told  # missing, unexpected and mismatched keys
     ours, theirs = our_logits(tiny.model, trained, rows), reference_logits(exported, rows)

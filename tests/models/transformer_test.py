@@ -12,9 +12,7 @@ from rljax.models import logits
 from rljax.models.config import RopeScaling
 from rljax.models.transformer import Model, rotate
 
-LLAMA3 = RopeScaling(
-    kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8
-)
+LLAMA3 = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8)
 YARN = RopeScaling(kind="yarn", factor=4.0, original_max_positions=8, beta_fast=1.0, beta_slow=0.1)
 run = jax.jit(logits, static_argnums=0)
 
@@ -23,7 +21,10 @@ FAMILIES = {
     "llama3 rope, untied": {"rope_scaling": LLAMA3, "tie_embeddings": False},
     "qwen2, window": {"model_type": "qwen2", "qkv_bias": True, "sliding_window": 3},
     "qwen2, window in two layers of three": {
-        "model_type": "qwen2", "qkv_bias": True, "sliding_window": 3, "sliding_layers": (True, False, True),
+        "model_type": "qwen2",
+        "qkv_bias": True,
+        "sliding_window": 3,
+        "sliding_layers": (True, False, True),
     },
     "yarn rope": {"rope_scaling": YARN},
     "qwen3": {"model_type": "qwen3", "qk_norm": True, "num_layers": 2, "norm_eps": 1e-2},
@@ -85,9 +86,7 @@ def test_a_prompt_padded_at_either_side_gives_the_same_continuation(small, side)
         pads = width - 2
         where = (pads, 0) if side == "left" else (0, pads)
         valid = np.pad(np.ones(2, bool), where)[None]
-        results = [
-            continuation(np.pad([3, 4], where, constant_values=pad)[None], valid) for pad in (0, 4, 31)
-        ]
+        results = [continuation(np.pad([3, 4], where, constant_values=pad)[None], valid) for pad in (0, 4, 31)]
         np.testing.assert_allclose(results[0], alone, atol=2e-6)
         np.testing.assert_array_equal(results[0], results[1])
         np.testing.assert_array_equal(results[0], results[2])
@@ -129,11 +128,7 @@ def test_logits_of_bfloat16_parameters_are_float32(make_config):
 
 def test_head_dim_need_not_be_hidden_over_heads(make_config):
     shapes = Model(make_config()).abstract_params()["layers"]  # hidden 16, 4 heads, 2 kv heads, head_dim 8
-    assert (
-        shapes["q"].shape == (3, 16, 32)
-        and shapes["k"].shape == (3, 16, 16)
-        and shapes["o"].shape == (3, 32, 16)
-    )
+    assert shapes["q"].shape == (3, 16, 32) and shapes["k"].shape == (3, 16, 16) and shapes["o"].shape == (3, 32, 16)
 
 
 def test_init_has_the_abstract_shapes_and_every_parameter_names_its_axes(make_config):
@@ -151,9 +146,7 @@ def test_init_has_the_abstract_shapes_and_every_parameter_names_its_axes(make_co
 
 
 def test_two_models_of_one_config_are_one_static_argument(make_config):
-    assert hash(Model(make_config())) == hash(Model(make_config())) and Model(make_config()) == Model(
-        make_config()
-    )
+    assert hash(Model(make_config())) == hash(Model(make_config())) and Model(make_config()) == Model(make_config())
     assert Model(make_config()) != Model(make_config(rope_theta=5e5))
 
 

@@ -1,0 +1,169 @@
+"""What a run says, on a terminal and without one."""
+
+import io
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.console import Console
+
+
+@pytest.fixture
+def other_process(monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+METRICS = {
+    "train/reward_mean": jnp.float32(0.3125),
+    "cero/effective_prompt_ratio": 0.4375,
+    "rollouts/tokens_per_s": 12345.6,
+    "train/loss": -0.00001234,
+    "train/grad_norm": np.float32(0.5),
+    "train/kl_ref": 1.0,
+}
+FOLDER = "/runs/[bold]a very long name[/bold]/" + "x" * 80
+
+
+def narrate(file, clock):
+    """A whole run of 22 steps in 1,000 seconds, 100 of them before the end of the first step."""
+    with Console(file, clock=clock) as console:
+        console.start("rljax · cero", [("config", "configs/cero.py:tiny"), ("run folder", FOLDER)])
+        console.evaluation(0, {"eval/accuracy": 0.25, "eval/avg_at_k": 0.2219, "eval/unknown": 1.0})
+        for step in range(1, 23):
+            clock.now = 100.0 + 40.0 * (step - 1)
+            console.step(step, step / 22, METRICS if step > 1 else {"train/loss": float("nan")})
+        console.warn("61% of rollouts are truncated")
+        console.finish(
+            [("accuracy", 0.25, np.float32(0.5)), ("steps", "0", "22")],
+            {"rollout": 30.0, "update": 10.0},
+            FOLDER,
+        )
+
+
+def test_without_a_terminal_a_line_a_step_and_no_control_codes(monkeypatch):
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.setenv(variable, "1")
+    file = io.StringIO()
+    narrate(file, Clock())
+    text = file.getvalue()
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+    lines = text.split("\n")
+    assert lines == [line.rstrip() for line in lines]
+    header = "  step   reward  effective   budget  tokens/s       loss  grad norm  time left"
+    first, second = lines.index(header), lines.index(header, lines.index(header) + 1)
+    assert lines[:first] == [
+        "rljax · cero",
+        "config      configs/cero.py:tiny",
+        f"run folder  {FOLDER}",
+        "",
+        "eval at step 0: accuracy 0.250, avg@k 0.222",
+    ]
+    assert lines[first + 1 : first + 4] == [
+        "     1        -          -     4.5%         -        nan          -    0:35:00",
+        "     2    0.312        44%     9.1%    12,346  -1.23e-05        0.5    0:13:20",
+        "     3    0.312        44%    13.6%    12,346  -1.23e-05        0.5    0:12:40",
+    ]
+    assert second == first + 21
+    assert lines[second + 3 :] == [
+        "warning: 61% of rollouts are truncated",
+        "",
+        "          before  after",
+        "accuracy   0.250  0.500",
+        "steps          0     22",
+        "",
+        "stage    seconds  share",
+        "rollout     30.0    75%",
+        "update      10.0    25%",
+        "all         40.0   100%",
+        "",
+        f"run folder: {FOLDER}",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_on_a_terminal_a_bar_under_the_same_lines(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    plain, terminal = io.StringIO(), Terminal()
+    narrate(plain, Clock())
+    narrate(terminal, Clock())
+    text = terminal.getvalue()
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is hidden once and shown again
+    after_the_bar = text[text.rindex("━") : text.index("before  after")]
+    assert "\x1b[2K" in after_the_bar  # the bar is wiped before the final table
+    bare = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text))
+    assert set(plain.getvalue().split("\n")) <= {*bare, ""}
+    bars = [line for line in bare if "━" in line]
+    assert all(len(line) <= width for line in bars)
+    assert any(line.startswith("starting ━━") for line in bars)
+    assert any(
+        re.fullmatch(r"step 22 ━+ reward 0\.312 eff\. 44% budget 100% 12,346 tok/s 0:00:00 left", line) for line in bars
+    )
+
+
+def test_an_exception_takes_the_bar_off(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    with pytest.raises(RuntimeError), Console(terminal) as console:
+        console.start("rljax", [])
+        raise RuntimeError
+    assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l")
+
+
+@pytest.mark.parametrize("term", ["dumb", ""])
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch, term):
+    monkeypatch.setenv("TERM", term)
+    terminal = Terminal()
+    narrate(terminal, Clock())
+    assert "\x1b" not in terminal.getvalue() and "\r" not in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    "start, steps, left",
+    [
+        (0.0, [(100, 0.1)], "0:15:00"),  # 100 s a tenth, nine tenths left
+        (0.0, [(100, 0.1), (110, 0.2)], "0:01:20"),  # the compiling first step is forgotten: 10 s a tenth
+        (0.5, [(10, 0.6)], "0:00:40"),  # resumed half-way: a tenth in 10 s, not six
+        (0.5, [(10, 0.5)], "-"),  # nothing spent yet
+        # The last 20 points, from (20 s, 2%) on: 19% in 1,180 s, so the other 79% in 4,906 s.
+        (0.0, [(0, 0.0), *((10 * i, i / 100) for i in range(1, 21)), (1200, 0.21)], "1:21:46"),
+        (0.0, [(3_600_000, 0.5)], "1000:00:00"),
+    ],
+    ids=["first", "second", "resumed", "nothing", "window", "long"],
+)
+def test_time_left(start, steps, left):
+    file, clock = io.StringIO(), Clock()
+    console = Console(file, clock=clock)
+    console.start("", [("", "")], fraction=start)
+    for step, (now, fraction) in enumerate(steps, 1):
+        clock.now = now
+        console.step(step, fraction, {})
+    assert file.getvalue().splitlines()[-1].split()[-1] == left
+
+
+def test_other_processes_say_nothing(other_process, capsys):
+    narrate(None, Clock())
+    assert capsys.readouterr() == ("", "")
+
+
+def test_stdout_is_the_default(capsys):
+    Console().warn("a [b]")
+    assert capsys.readouterr().out == "warning: a [b]\n"
