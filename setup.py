@@ -42,6 +42,6 @@ setup(
         "tpu": ["jax[tpu]"],
         "tasks": ["reasoning-gym>=0.1.19"],
         "notebooks": ["ipykernel>=6.29", "matplotlib>=3.9", "nbclient>=0.10"],
-        "parity": ["torch==2.13.0"],
+        "parity": ["peft>=0.17", "torch==2.13.0"],
     },
 )

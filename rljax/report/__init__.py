@@ -120,7 +120,7 @@ def _key(groups: Sequence[Group]) -> str:
     counts = {len(group.runs) for group in groups}
     said = ["Numbers at the right of a line are its last values."]
     if max(counts) > 1:
-        said.append("The line of several seeds is their mean.")
+        said.append("The line of several seeds is their mean, step by step.")
     if max(counts) > 2:
         said.append("Bands and ranges are 95% intervals of the mean by Student’s t.")
     if 2 in counts:

@@ -12,7 +12,7 @@ from rljax.report.curves import Curve
 from rljax.report.words import escape
 
 WIDTH, HEIGHT = 380, 230  # of a line chart, in its own units; the page scales it to its card
-LEFT, RIGHT, TOP, BOTTOM = 50, 66, 8, 40
+LEFT, RIGHT, TOP, BOTTOM = 50, 78, 8, 40
 LABEL_GAP = 14  # least distance of two labels at the lines' ends
 MOST_GROUPS = len(words.GLYPHS)
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "5 2 1 2 1 2", "12 4", "4 4", "1 4")  # tells lines apart without colour
@@ -31,15 +31,18 @@ def line_chart(
     title: str,
     x_title: str,
     form: words.Format,
-    sparse: bool,
+    sparse: bool = False,
+    log: bool = False,
     y_range: tuple[float, float] | None = None,
 ) -> str:
     """An SVG of (number, label, curve) triples; the number picks colour, dashes and mark.
 
-    y goes by powers of ten where all values are positive and span a factor of 100 or more.
+    sparse: every point has its mark, not the last one alone. log: y goes by powers of ten where all values are
+    positive and span a factor of 20 or more.
     y_range: values that the axis covers beside the curves', so that two charts can be compared.
     """
-    scale_y = Scale.of(_extent(curves, y_range), log=_spans(curves), start=HEIGHT - BOTTOM, end=TOP)
+    log = log and _spans(curves)
+    scale_y = Scale.of(_extent(curves, y_range, log), log=log, start=HEIGHT - BOTTOM, end=TOP)
     low_x, high_x = min(c.x[0] for *_, c in curves), max(c.x[-1] for *_, c in curves)
     unit, divisor = _time_unit(high_x) if "{unit}" in x_title else ("", 1.0)
     scale_x = Scale.of((low_x / divisor, high_x / divisor), log=False, start=LEFT, end=WIDTH - RIGHT, exact=True)
@@ -84,7 +87,7 @@ class Scale:
             powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
             every = -(-len(powers) // 6)
             return cls(powers[0], powers[-1], [10.0**p for p in powers[::every]], True, start, end)
-        if low > 0 and low < 0.5 * high:
+        if 0 < low < 0.25 * high:
             low = 0.0
         ticks = words.ticks(low, high)
         if exact and high > low:
@@ -92,16 +95,20 @@ class Scale:
         return cls(ticks[0], ticks[-1], ticks, False, start, end)
 
     def __call__(self, value: float) -> float:
+        if self.log and value <= 0:  # a band may reach below what has a logarithm
+            return self.start
         where = math.log10(value) if self.log else value
         place = self.start + (where - self._low) / self._span * (self.end - self.start)
         return min(max(place, min(self.start, self.end)), max(self.start, self.end))  # a band may leave the axis
 
 
-def _extent(curves, y_range) -> tuple[float, float]:
-    """Of the lines and at most half their height of the bands beyond them."""
+def _extent(curves, y_range, log: bool) -> tuple[float, float]:
+    """Of the lines, and of the bands beyond them at most half the lines' height; of a log axis, the lines alone."""
     low, high = min(c.y.min() for *_, c in curves), max(c.y.max() for *_, c in curves)
     if y_range is not None:
         low, high = min(low, y_range[0]), max(high, y_range[1])
+    if log:
+        return low, high
     room = (high - low) / 2
     banded = [c for *_, c in curves if c.low is not None and c.high is not None]
     below = min([low, *(c.low.min() for c in banded)])
@@ -111,9 +118,9 @@ def _extent(curves, y_range) -> tuple[float, float]:
 
 
 def _spans(curves) -> bool:
-    """Whether the values are all positive and span a factor of 100."""
+    """Whether the values are all positive and span a factor of 20."""
     low, high = min(c.y.min() for *_, c in curves), max(c.y.max() for *_, c in curves)
-    return low > 0 and high >= 100 * low
+    return low > 0 and high >= 20 * low
 
 
 def _time_unit(seconds: float) -> tuple[str, float]:
@@ -126,10 +133,9 @@ def _axes(x: Scale, y: Scale, form: words.Format, x_title: str) -> str:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = []
     for tick in y.ticks:
+        text = _power(tick) if y.log else _tick(tick, form)
         parts.append(f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{right}"/>')
-        parts.append(
-            f'<text class="tick" x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{_tick(tick, form)}</text>'
-        )
+        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{text}</text>')
     for tick in x.ticks:
         parts.append(f'<path class="axis" d="M{x(tick):.1f} {bottom}v4"/>')
         parts.append(
@@ -147,6 +153,14 @@ def _tick(value: float, form: words.Format) -> str:
     if form is words.share:
         return f"{100 * value:.3g}%".replace("-", words.MINUS)
     return _compact(value)
+
+
+def _power(value: float) -> str:
+    """0.001, 100 and, further from 1, 10⁻⁴ or 10⁶."""
+    exponent = round(math.log10(value))
+    if -3 <= exponent <= 3:
+        return f"{value:,g}"
+    return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def _compact(value: float) -> str:
@@ -174,12 +188,13 @@ def _ends(ends: list[tuple[float, int, str]]) -> str:
 
 
 def _readings(curves, scale_x: Scale, divisor: float, form: words.Format, x_title: str) -> str:
-    """Invisible strips that show the values there as a tooltip, at the points of the longest curve."""
-    longest = max((c for *_, c in curves), key=lambda c: len(c.x)).x
-    places = [scale_x(x / divisor) for x in longest]
+    """Invisible strips that show the values there as a tooltip, at no more than 60 of the curves' points."""
+    every = np.unique(np.concatenate([c.x for *_, c in curves]))
+    shown = every[np.unique(np.linspace(0, len(every) - 1, 60).round().astype(int))]
+    places = [scale_x(x / divisor) for x in shown]
     edges = [LEFT, *((a + b) / 2 for a, b in zip(places, places[1:], strict=False)), WIDTH - RIGHT]
     strips = []
-    for x, left, right in zip(longest, edges, edges[1:], strict=False):
+    for x, left, right in zip(shown, edges, edges[1:], strict=False):
         values = [
             f"{words.GLYPHS[i]} {label}: {form(float(np.interp(x, c.x, c.y)))}"
             for i, label, c in curves if c.x[0] <= x <= c.x[-1]

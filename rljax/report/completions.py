@@ -46,8 +46,8 @@ def _change(kind: str, change: records.Change, first: int, last: int) -> str:
     return (
         f'<article class="change"><h3>{kind}{of}</h3>'
         f'<pre class="prompt">{escape(_cut(str(example["prompt"])))}</pre>{answer}'
-        f'<div class="pair">{_answer(f"before (step {first:,})", change.before)}'
-        f"{_answer(f'after (step {last:,})', change.after)}</div></article>"
+        f'<div class="pair">{_answer(f"before, step {first:,}", change.before)}'
+        f"{_answer(f'after, step {last:,}', change.after)}</div></article>"
     )
 
 
@@ -94,7 +94,7 @@ def _sample(groups: Sequence[Group], i: int, line: dict) -> str:
             for piece, a in zip(pieces, shares, strict=True)
         ]
     reward = "no reward" if line["reward"] is None else f"reward {words.number(line['reward'])}"
-    mean = "" if not shares else f", {words.share(sum(shares) / len(shares))} of its tokens accepted"
+    mean = "" if not shares else f", mean acceptance {words.share(sum(shares) / len(shares))}"
     return (
         f'<article class="change"><h3>{name(groups, i)} <small>step {line["step"]:,}</small></h3>'
         f'<pre class="prompt">{escape(_cut(line["prompt"]))}</pre><pre class="tokens">{"".join(pieces)}</pre>'

@@ -21,13 +21,18 @@ T_975 = (
 
 
 class Panel(NamedTuple):
-    """A chart of one metric. of: what its numbers are, in words. sparse: an evaluation's, with a mark at each."""
+    """A chart of one metric.
+
+    of: what its numbers are, in words. sparse: an evaluation's, with a mark at each. log: drawn by powers of ten
+    where its values allow it.
+    """
 
     metric: str
     title: str
     of: str
     format: words.Format = words.number
     sparse: bool = False
+    log: bool = False
 
 
 class Section(NamedTuple):
@@ -56,11 +61,11 @@ SECTIONS = (
         Panel("train/entropy", "Entropy of the policy", "nats a token"),
         Panel("train/sampler_nll", "Surprise of the sampled tokens",
               "mean of −log probability under their sampler, nats a token: an estimate of its entropy"),
-        Panel("train/grad_norm", "Norm of the gradient", "before clipping"),
+        Panel("train/grad_norm", "Norm of the gradient", "before clipping", log=True),
         Panel("train/loss", "Loss", "of the policy"),
         Panel("train/clip_frac", "Clipped tokens", "share of tokens whose ratio left the clip range", words.share),
         Panel("train/logprob_gap", "Gap between sampler and learner",
-              "mean difference of a token’s log probability, nats"),
+              "mean difference of a token’s log probability, nats", log=True),
         Panel("rollouts/length_mean", "Length of the rollouts", "mean tokens"),
         Panel("rollouts/truncated", "Rollouts cut short", "share that met the token limit", words.share),
     )),
@@ -86,12 +91,12 @@ SECTIONS = (
         Panel("jackpot/at_c1", "Weights at their bound", "share of accepted tokens at c1", words.share),
         Panel("jackpot/lambda", "Strictness of the rejection", "λ"),
         Panel("actor/distill_kl", "KL that the actor is trained on", "nats a token"),
-        Panel("actor/grad_norm", "Norm of the actor’s gradient", "before clipping"),
+        Panel("actor/grad_norm", "Norm of the actor’s gradient", "before clipping", log=True),
     )),
     Section("Speed", (
-        Panel("rollouts/tokens_per_s", "Speed of the rollouts", "tokens a second"),
-        Panel("time/rollout_s", "Time of a step’s rollouts", "seconds"),
-        Panel("time/update_s", "Time of a step’s update", "seconds"),
+        Panel("rollouts/tokens_per_s", "Speed of the rollouts", "tokens a second", log=True),
+        Panel("time/rollout_s", "Time of a step’s rollouts", "seconds", log=True),
+        Panel("time/update_s", "Time of a step’s update", "seconds", log=True),
     )),
 )  # fmt: skip
 
@@ -137,11 +142,11 @@ def positions(run: Run, axis: str) -> np.ndarray:
     return np.cumsum([_value(line, "time/step_s") for line in run.lines])
 
 
-def points(run: Run, metric: str, axis: str) -> tuple[np.ndarray, np.ndarray]:
-    """(x, y), float64[N], of the lines that have the metric; its infinities and NaN (null) are left out."""
-    x, y = positions(run, axis), np.array([_value(line, metric) for line in run.lines], np.float64)
-    kept = np.isfinite(x) & np.isfinite(y)
-    return x[kept], y[kept]
+def points(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, values), float64[N], of the lines that have the metric; its infinities and NaN (null) are left out."""
+    steps, values = positions(run, "step"), np.array([_value(line, metric) for line in run.lines], np.float64)
+    kept = np.isfinite(values)
+    return steps[kept], values[kept]
 
 
 def merged(x: np.ndarray, y: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray, int]:
@@ -167,26 +172,37 @@ def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def curve(group: Group, panel: Panel, axis: str) -> Curve | None:
     """The group's curve of a panel; None if none of its runs has the metric, or a place on the axis.
 
-    Of several runs it is their mean where all of them have values, linear between a run's points.
+    Of several runs it is their mean at the steps between which all of them have values, linear between a run's
+    points; over rollouts or seconds such a point lies at the mean of the runs' own places at its step.
     """
-    tracks = [points(run, panel.metric, axis) for run in group.runs]
-    found = [merged(*track, most=len(track[0]) if panel.sparse else MOST_POINTS) for track in tracks if len(track[0])]
+    tracks = [(run, *points(run, panel.metric)) for run in group.runs]
+    found = [
+        (run, *merged(steps, values, most=len(steps) if panel.sparse else MOST_POINTS))
+        for run, steps, values in tracks if len(steps)
+    ]  # fmt: skip
     if not found:
         return None
-    width = max(w for *_, w in found)
-    if len(found) == 1:
-        x, y, _ = found[0]
-        return Curve(x=x, y=y, low=None, high=None, merged=width)
-    start, end = max(x[0] for x, *_ in found), min(x[-1] for x, *_ in found)
-    if start > end:  # no place that all have: one run stopped before another's first value
+    start, end = max(steps[0] for _, steps, *_ in found), min(steps[-1] for _, steps, *_ in found)
+    if start > end:  # no step that all have: one run stopped before another's first value
         return None
-    inner = found[0][0]
+    inner = found[0][1]
     grid = np.unique(np.concatenate([[start], inner[(inner > start) & (inner < end)], [end]]))
-    values = np.array([np.interp(grid, x, y) for x, y, _ in found])
+    x = np.mean([_places(run, axis, grid) for run, *_ in found], axis=0)
+    if not np.isfinite(x).all():
+        return None
+    values = np.array([np.interp(grid, steps, y) for _, steps, y, _ in found])
+    width = max(width for *_, width in found)
+    if len(found) == 1:
+        return Curve(x=x, y=values[0], low=None, high=None, merged=width)
     low, high = interval(values)
     if panel.format is words.share:
         low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
-    return Curve(x=grid, y=values.mean(axis=0), low=low, high=high, merged=width)
+    return Curve(x=x, y=values.mean(axis=0), low=low, high=high, merged=width)
+
+
+def _places(run: Run, axis: str, steps: np.ndarray) -> np.ndarray:
+    """Where the steps lie on the axis, linear between the run's lines; NaN where the run does not say."""
+    return np.interp(steps, positions(run, "step"), positions(run, axis))
 
 
 def constant(curves: Sequence[Curve | None]) -> float | None:

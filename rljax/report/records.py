@@ -78,7 +78,7 @@ def _by_epoch(group: Group, places: Callable[[Run], list], names: Mapping[Any, s
     epochs = range(max(epoch for _, epoch in counts) + 1)
     rows = [place for place in names if any((place, epoch) in counts for epoch in epochs)]
     cells = [[counts[place, epoch] / len(runs) for epoch in epochs] for place in rows]
-    return HeatMap([names[place] for place in rows], [f"epoch {epoch + 1}" for epoch in epochs], cells)
+    return HeatMap([names[place] for place in rows], [str(epoch + 1) for epoch in epochs], cells)
 
 
 def _prompts(run: Run) -> list[dict]:
@@ -111,7 +111,7 @@ def accuracy_by_kind(group: Group) -> HeatMap | None:
     def cell(kind: str, step: int) -> float | None:
         return _mean(found[kind, step]) if (kind, step) in found else None
 
-    return HeatMap(kinds, [f"step {step:,}" for step in steps], [[cell(k, s) for s in steps] for k in kinds])
+    return HeatMap(kinds, [f"{step:,}" for step in steps], [[cell(k, s) for s in steps] for k in kinds])
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -27,14 +27,14 @@ def card(title: str, of: str, body: str, *, wide: bool = False) -> str:
 
 def name(groups: Sequence[Group], i: int) -> str:
     """A group's mark and label, in its colour."""
-    return f'<span class="name c{i}">{words.GLYPHS[i]} {escape(groups[i].label)}</span>'
+    return f'<span class="name c{i}">{words.GLYPHS[i]}&nbsp;{escape(groups[i].label)}</span>'
 
 
 def cards(groups: Sequence[Group], title: str, of: str, draw: Callable[[int, Group], str | None]) -> str:
     """A card a group for which there is something to draw; its label stands in the title where there are several."""
     drawn = [(i, group, draw(i, group)) for i, group in enumerate(groups)]
     return "".join(
-        card(title if len(groups) == 1 else f"{title}: {words.GLYPHS[i]} {group.label}", of, body)
+        card(title if len(groups) == 1 else f"{title}: {words.GLYPHS[i]}\N{NO-BREAK SPACE}{group.label}", of, body)
         for i, group, body in drawn
         if body is not None
     )
@@ -45,7 +45,7 @@ def cards(groups: Sequence[Group], title: str, of: str, draw: Callable[[int, Gro
 
 def evaluations(run: Run, metric: str) -> tuple[float, float] | None:
     """The first and the last value of an evaluation's metric."""
-    _, values = curves.points(run, metric, "step")
+    _, values = curves.points(run, metric)
     return (float(values[0]), float(values[-1])) if len(values) else None
 
 
@@ -55,9 +55,9 @@ def lead(group: Group) -> str:
     of = f"{escape(group.label)}" + (f", mean of {len(group.runs)} seeds" if len(group.runs) > 1 else "")
     if not pairs:
         return f"<p><strong>{of}</strong> has no held-out evaluation.</p>"
-    before, after = (float(value) for value in np.mean(pairs, axis=0))
-    run = group.runs[0]
-    effort = "" if len(group.runs) > 1 else f" over {words.plural(run.lines[-1]['step'], 'step')}{_effort(run)}"
+    before, after = (float(np.mean([pair[i] for pair in pairs])) for i in (0, 1))
+    efforts = [f" over {words.plural(run.lines[-1]['step'], 'step')}{_effort(run)}" for run in group.runs]
+    effort = efforts[0] if len(efforts) == 1 else ""
     return (
         f"<p><strong>{of}</strong>: greedy held-out accuracy went from {words.share(before)} to "
         f"<strong>{words.share(after)}</strong> ({words.points(after - before)}){effort}.</p>"
@@ -67,7 +67,8 @@ def lead(group: Group) -> str:
 def _effort(run: Run) -> str:
     made, seconds = _last(run, "rollouts"), _last(run, "seconds")
     parts = [f"{made:,.0f} rollouts"] if made is not None else []
-    return ", ".join(["", *parts, *([words.duration(seconds)] if seconds is not None else [])])
+    parts += [words.duration(seconds)] if seconds is not None else []
+    return "".join([f", {part}" for part in parts[:-1]] + [f" and {part}" for part in parts[-1:]])
 
 
 def _last(run: Run, axis: str) -> float | None:
@@ -75,60 +76,67 @@ def _last(run: Run, axis: str) -> float | None:
     return float(places[-1]) if math.isfinite(places[-1]) else None
 
 
+COLUMNS = ("accuracy, greedy", "gain, greedy", "accuracy, sampled", "steps", "rollouts", "time")
+
+
 def overview(groups: Sequence[Group]) -> str:
-    """A table of results: a row a group; of several seeds their mean, and below it a row a seed."""
+    """A table of results, a row a group; where a group has several seeds, another with a row a run, folded."""
     rows = []
     for i, group in enumerate(groups):
         seeds = ", ".join(str(run.seed) for run in group.runs)
         word = "seed" if len(group.runs) == 1 else "mean of seeds"
-        rows.append(_row(f"{name(groups, i)} <small>{word} {seeds}</small>", group.runs, "total"))
-        if len(group.runs) > 1:
-            rows += [
-                _row(f"seed {run.seed} <small>{escape(run.folder.name)}</small>", (run,), "seed") for run in group.runs
-            ]
-    heads = ("run", *COLUMNS)
-    head = "".join(f'<th scope="col">{escape(h)}</th>' for h in heads)
+        rows.append(_row(f"{name(groups, i)} <small>{word} {seeds}</small>", group.runs))
+    each = [
+        _row(f"{name(groups, i)} <small>seed {run.seed}, {escape(run.folder.name)}</small>", (run,))
+        for i, group in enumerate(groups) for run in group.runs
+    ]  # fmt: skip
+    folded = f"<details><summary>Each run by itself</summary>{_results(each)}</details>"
+    return _results(rows) + (folded if len(each) > len(rows) else "")
+
+
+def _results(rows: Sequence[str]) -> str:
+    head = "".join(f'<th scope="col">{escape(h)}</th>' for h in ("run", *COLUMNS))
     return f'<table class="results"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
 
 
-COLUMNS = ("accuracy, greedy", "gain", "accuracy, sampled", "steps", "rollouts", "time")
-
-
-def _row(label: str, runs: Sequence[Run], kind: str) -> str:
-    greedy = [evaluations(run, "eval/accuracy") for run in runs]
-    sampled = [evaluations(run, "eval/avg_at_k") for run in runs]
-    gains = [pair and (pair[1] - pair[0]) for pair in greedy]
+def _row(label: str, runs: Sequence[Run]) -> str:
+    greedy, sampled = (_known([evaluations(run, m) for run in runs]) for m in ("eval/accuracy", "eval/avg_at_k"))
     state = "" if all(run.finished for run in runs) else " <small>not finished</small>"
     cells = (
         _before_after(greedy),
-        _mean(gains, words.points),
+        _mean([after - before for before, after in greedy], words.points),
         _before_after(sampled),
-        _mean([run.lines[-1]["step"] for run in runs], lambda v: f"{v:,.0f}") + state,
-        _mean([_last(run, "rollouts") for run in runs], lambda v: f"{v:,.0f}"),
-        _mean([_last(run, "seconds") for run in runs], words.duration),
+        _mean([run.lines[-1]["step"] for run in runs], words.count) + state,
+        _mean(_known([_last(run, "rollouts") for run in runs]), words.count),
+        _mean(_known([_last(run, "seconds") for run in runs]), words.duration),
     )
-    body = "".join(f'<td data-label="{escape(h)}">{c}</td>' for h, c in zip(COLUMNS, cells, strict=True))
-    return f'<tr class="{kind}"><th scope="row">{label}</th>{body}</tr>'
+    body = "".join(
+        f'<td data-label="{escape(h)}"><span>{cell}</span></td>' for h, cell in zip(COLUMNS, cells, strict=True)
+    )
+    return f'<tr><th scope="row">{label}</th>{body}</tr>'
 
 
-def _before_after(pairs) -> str:
-    known = [pair for pair in pairs if pair is not None]
-    if not known:
+def _known(values: Sequence) -> list:
+    return [value for value in values if value is not None]
+
+
+def _before_after(pairs: Sequence[tuple[float, float]]) -> str:
+    """The mean before, and that after with its interval."""
+    if not pairs:
         return "–"
-    before, after = zip(*known, strict=True)
-    return f"{_mean(before, words.share)} → {_mean(after, words.share)}"
+    before, after = zip(*pairs, strict=True)
+    return f"{words.share(float(np.mean(before)))} → {_mean(after, words.share)}"
 
 
-def _mean(values, form: words.Format) -> str:
-    """The mean of the known values; of several that differ, their 95% interval too."""
-    known = np.array([value for value in values if value is not None], np.float64)
-    if not len(known):
+def _mean(values: Sequence[float], form: words.Format) -> str:
+    """The mean of the values; of several that differ, their interval too."""
+    if not values:
         return "–"
-    middle = form(float(known.mean()))
-    if len(known) == 1 or known.min() == known.max():
+    middle = form(float(np.mean(values)))
+    if min(values) == max(values):
         return middle
-    low, high = curves.interval(known)
-    return f'{middle} <small class="interval">{form(float(low))} to {form(float(high))}</small>'
+    low, high = (form(float(end)) for end in curves.interval(np.array(values)))
+    return f"{middle} <small>{low.removesuffix(' points')} to {high}</small>"
 
 
 def notes(groups: Sequence[Group]) -> str:
@@ -141,10 +149,10 @@ def notes(groups: Sequence[Group]) -> str:
             ("train/grader_errors", "rollouts whose grader raised an error"),
             ("train/grader_timeouts", "rollouts hung or crashed the grader"),
         ):
-            count = float(np.sum(curves.points(run, metric, "step")[1]))
+            count = float(np.sum(curves.points(run, metric)[1]))
             if count:
                 found.append(f"{who}: {count:,.0f} {said}.")
-        cut = curves.points(run, "rollouts/truncated", "step")[1]
+        cut = curves.points(run, "rollouts/truncated")[1]
         if len(cut) and cut.mean() > 0.5:
             found.append(f"{who}: {words.share(float(cut.mean()))} of the rollouts met the token limit.")
         errors = [line["train/first_error"] for line in run.lines if "train/first_error" in line]
@@ -179,7 +187,7 @@ def _measures(rows: dict) -> str:
 
 def curve_section(groups: Sequence[Group], title: str, panels: Sequence[Panel]) -> str:
     """Cards of the panels that any group has values for; those that never change are told in words."""
-    drawn, constant = [], []
+    drawn, constant, merged = [], [], 1
     shared = _shared_range(groups, ("jackpot/kl_before", "jackpot/kl_after"))
     for panel in panels:
         by_axis = {axis: [curves.curve(group, panel, axis.name) for group in groups] for axis in AXES}
@@ -189,13 +197,14 @@ def curve_section(groups: Sequence[Group], title: str, panels: Sequence[Panel]) 
         if (value := curves.constant(steps)) is not None:
             constant.append(f"{panel.title.lower()} {panel.format(value)}")
             continue
-        merged = max(c.merged for c in steps if c is not None)
-        of = panel.of + (f"; a point is the mean of up to {merged} steps" if merged > 1 else "")
+        merged = max([merged, *(c.merged for c in steps if c is not None)])
         y_range = shared if panel.metric.startswith("jackpot/kl_") else None
-        drawn.append(card(panel.title, of, "".join(_chart(groups, panel, a, c, y_range) for a, c in by_axis.items())))
+        drawn.append(
+            card(panel.title, panel.of, "".join(_chart(groups, panel, a, c, y_range) for a, c in by_axis.items()))
+        )
     said = f'<p class="constant">The same at every step: {escape("; ".join(constant))}.</p>' if constant else ""
     body = f'<div class="cards">{"".join(drawn)}</div>{said}' if drawn or said else ""
-    return section(title, anchor(title), body)
+    return section(title, anchor(title), body, f"Each point is the mean of up to {merged} steps." if merged > 1 else "")
 
 
 def anchor(title: str) -> str:
@@ -207,8 +216,9 @@ def _chart(groups: Sequence[Group], panel: Panel, axis: curves.Axis, found, y_ra
     if not known:
         return f'<p class="by-{axis.name} none">The runs do not record this axis.</p>'
     chart = charts.line_chart(
-        known, title=panel.title, x_title=axis.title, form=panel.format, sparse=panel.sparse, y_range=y_range
-    )
+        known, title=panel.title, x_title=axis.title, form=panel.format, sparse=panel.sparse, log=panel.log,
+        y_range=y_range,
+    )  # fmt: skip
     return f'<div class="by-{axis.name}">{chart}</div>'
 
 
@@ -221,7 +231,7 @@ def _repeats(groups: Sequence[Group], panel: Panel) -> bool:
 
 
 def _shared_range(groups: Sequence[Group], metrics: Sequence[str]) -> tuple[float, float] | None:
-    values = [v for group in groups for run in group.runs for m in metrics for v in curves.points(run, m, "step")[1]]
+    values = [v for group in groups for run in group.runs for m in metrics for v in curves.points(run, m)[1]]
     return (min(values), max(values)) if values else None
 
 
@@ -230,20 +240,20 @@ def _shared_range(groups: Sequence[Group], metrics: Sequence[str]) -> tuple[floa
 
 def difficulty(groups: Sequence[Group]) -> str:
     """Heat maps: rollouts by kind and by earlier success over epochs; held-out accuracy by kind."""
-    maps = {i: (records.by_kind(g), records.by_success(g)) for i, g in enumerate(groups)}
-    top = max((v for pair in maps.values() for m in pair if m for row in m.cells for v in row if v), default=0.0)
+    by_kind, by_success = ([records_of(g) for g in groups] for records_of in (records.by_kind, records.by_success))
+    top_kind, top_success = _top(by_kind), _top(by_success)
 
-    def shaded(found, form=lambda v: f"{v:,.0f}", most=top, corner=""):
-        return None if found is None else charts.heat_map(*found, corner=corner, form=form, top=most)
+    def shaded(found, corner: str, top: float, form: words.Format = words.count) -> str | None:
+        return None if found is None else charts.heat_map(*found, corner=corner, form=form, top=top)
 
     def kinds(i: int, group: Group) -> str | None:
-        return shaded(maps[i][0], corner="kind")
+        return shaded(by_kind[i], "kind \\ epoch", top_kind)
 
     def success(i: int, group: Group) -> str | None:
-        return shaded(maps[i][1], corner="prompt so far")
+        return shaded(by_success[i], "so far \\ epoch", top_success)
 
     def accuracy(i: int, group: Group) -> str | None:
-        return shaded(records.accuracy_by_kind(group), words.share, 1.0, "kind")
+        return shaded(records.accuracy_by_kind(group), "kind \\ step", 1.0, words.share)
 
     so_far = "number in each epoch, by the share of a prompt’s earlier rollouts that were right (posterior mean)"
     easiest = "greedy; the kind that was easiest at the start first"
@@ -252,6 +262,14 @@ def difficulty(groups: Sequence[Group]) -> str:
         + cards(groups, "Rollouts by earlier success", so_far, success)
         + cards(groups, "Held-out accuracy by kind", easiest, accuracy)
     )
+
+
+def _top(maps: Sequence[records.HeatMap | None]) -> float:
+    """The largest cell, but of prompts not tried yet, which are all at first: they would pale the rest."""
+    rows = [
+        row for m in maps if m is not None for name, row in zip(m.rows, m.cells, strict=True) if name != records.UNSEEN
+    ]
+    return max((cell for row in rows for cell in row if cell is not None), default=1.0)
 
 
 def kept(groups: Sequence[Group]) -> str:
@@ -282,17 +300,17 @@ def stages(groups: Sequence[Group]) -> str:
             else None
         )
 
-    return cards(groups, "Time by stage", "of the whole run, compilation included", draw)
+    return cards(groups, "Time by stage", "of the whole run, compilation included; other: saving and logging", draw)
 
 
 def _stage_seconds(group: Group) -> dict[str, float]:
     names = dict.fromkeys(key for run in group.runs for line in run.lines for key in line if key.startswith("time/"))
-    sums = {n: float(sum(np.sum(curves.points(r, n, "step")[1]) for r in group.runs)) / len(group.runs) for n in names}
+    sums = {n: float(sum(np.sum(curves.points(r, n)[1]) for r in group.runs)) / len(group.runs) for n in names}
     total = sums.pop("time/step_s", None)
     times = {n.removeprefix("time/").removesuffix("_s"): v for n, v in sums.items()}
     times = dict(sorted(times.items(), key=lambda item: -item[1]))
     rest = 0.0 if total is None else total - sum(times.values())
-    return times | ({"other (saving, logging)": rest} if rest > 0 else {})
+    return times | ({"other": rest} if rest > 0 else {})
 
 
 # ---- config

@@ -13,8 +13,9 @@ GLYPHS = "●▲■◆▼✚○□"  # of the groups, in their order; charts.py 
 
 
 def share(value: float) -> str:
-    """0.355 → "35.5%"."""
-    return f"{100 * value:.1f}%".replace("-", MINUS)
+    """0.355 → "35.5%"; below 1%, two significant digits: 0.000326 → "0.033%"."""
+    small = 0 < abs(value) < 0.01
+    return (f"{100 * value:.2g}%" if small else f"{100 * value:.1f}%").replace("-", MINUS)
 
 
 def number(value: float) -> str:
@@ -31,17 +32,22 @@ def number(value: float) -> str:
     return text.replace("-", MINUS)
 
 
+def count(value: float) -> str:
+    """81920.0 → "81,920"."""
+    return f"{value:,.0f}".replace("-", MINUS)
+
+
 def points(value: float) -> str:
     """A difference of shares in percentage points: 0.345 → "+34.5 points"."""
     return f"{100 * value:+.1f} points".replace("-", MINUS)
 
 
 def duration(seconds: float) -> str:
-    """591.3 → "9 min 51 s"; 75.24 → "75 s"; 0.2 → "0.20 s"."""
+    """591.3 → "9 min 51 s"; 45.24 → "45 s"; 0.2 → "0.20 s"."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     whole = round(seconds)
-    if whole < 120:
+    if whole < 60:
         return f"{whole} s"
     minutes, rest = divmod(whole, 60)
     return f"{minutes} min {rest:02} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"

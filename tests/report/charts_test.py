@@ -30,11 +30,22 @@ def test_a_line_goes_from_corner_to_corner_of_its_axes():
     assert line[1] == pytest.approx(((charts.LEFT + right) / 2, bottom - (bottom - charts.TOP) / 4), abs=0.1)
 
 
-def test_values_far_apart_are_drawn_by_powers_of_ten():
-    (line,) = polylines(chart(([0, 1, 2], [0.01, 0.1, 1])))
+def test_values_far_apart_are_drawn_by_powers_of_ten_where_a_panel_asks_for_it():
+    (line,) = polylines(chart(([0, 1, 2], [0.01, 0.1, 1]), log=True))
     assert line[0][1] - line[1][1] == pytest.approx(line[1][1] - line[2][1])
-    (line,) = polylines(chart(([0, 1, 2], [0.0, 0.1, 1])))  # 0 has no logarithm
-    assert line[0][1] - line[1][1] == pytest.approx((line[1][1] - line[2][1]) / 9, abs=0.1)
+    # not: unasked, within a factor of 20, and where a value has no logarithm
+    for first, log in ((0.01, False), (0.06, True), (0.0, True)):
+        (line,) = polylines(chart(([0, 1, 2], [first, 0.1, 1]), log=log))
+        assert line[0][1] - line[1][1] == pytest.approx((line[1][1] - line[2][1]) * (0.1 - first) / 0.9, abs=0.1)
+
+
+def test_a_band_that_leaves_the_axis_ends_at_its_edge():
+    x, y = np.arange(2.0), np.array([0.01, 1.0])
+    band = Curve(x=x, y=y, low=np.array([-1.0, 0.5]), high=np.array([0.02, 9.0]), merged=1)
+    svg = charts.line_chart([(0, "run", band)], title="T", x_title="steps", form=words.number, log=True)
+    (points,) = re.findall(r'<polygon[^>]*points="([^"]*)"', svg)
+    heights = [float(point.split(",")[1]) for point in points.split()]
+    assert max(heights) == charts.HEIGHT - charts.BOTTOM and min(heights) == charts.TOP
 
 
 def test_two_charts_of_one_range_have_one_scale():
@@ -83,6 +94,8 @@ def test_a_cell_is_as_dark_as_its_share_of_the_top():
     "form, value, text",
     [
         (words.share, 0.355, "35.5%"),
+        (words.share, 0.000326, "0.033%"),
+        (words.share, 0.0, "0.0%"),
         (words.points, 0.345, "+34.5 points"),
         (words.points, -0.01, "−1.0 points"),
         (words.number, 0.0, "0"),
@@ -90,7 +103,8 @@ def test_a_cell_is_as_dark_as_its_share_of_the_top():
         (words.number, -0.02604, "−0.026"),
         (words.number, 4.02e-6, "4.0e−6"),
         (words.duration, 0.2, "0.20 s"),
-        (words.duration, 75.24, "75 s"),
+        (words.duration, 45.24, "45 s"),
+        (words.duration, 75.24, "1 min 15 s"),
         (words.duration, 591.3, "9 min 51 s"),
         (words.duration, 8040, "2 h 14 min"),
         (words.value, None, "none"),

@@ -8,7 +8,7 @@ from rljax.report import folders, records
 def test_rollouts_are_counted_by_kind_and_epoch(group):
     found = records.by_kind(group)  # add: 7 of 8 right; mul: 4 of 8
     assert found.rows == ["add (87.5% right)", "mul (50.0% right)"]
-    assert found.columns == ["epoch 1", "epoch 2"] and found.cells == [[4, 4], [4, 4]]
+    assert found.columns == ["1", "2"] and found.cells == [[4, 4], [4, 4]]
 
 
 def test_rollouts_are_counted_by_what_was_known_of_their_prompt(group):
@@ -52,4 +52,4 @@ def test_held_out_prompts_are_sorted_by_what_training_changed(group):
 
 def test_accuracy_by_kind_starts_with_the_easiest(group):
     found = records.accuracy_by_kind(group)
-    assert found == (["add", "mul"], ["step 0", "step 2"], [[0.5, 1.0], [0.0, 0.5]])
+    assert found == (["add", "mul"], ["0", "2"], [[0.5, 1.0], [0.0, 0.5]])
