@@ -179,18 +179,20 @@ def test_evaluating_the_run_folder_gives_its_last_evaluation(straight, run_confi
     assert "pass@2" in capsys.readouterr().out
 
 
-def test_updates_without_silent_prompts_are_those_of_whole_batches(straight, run_config, monkeypatch, tmp_path):
-    """Half of the task's prompts are always or never solved: most batches of the run went without them."""
-    run = straight("grpo")
-    assert sum(line["train/prompts"] <= 2 for line in run.lines()[1:]) >= 3
+def test_updates_without_silent_prompts_are_those_of_whole_batches(run_config, monkeypatch, tmp_path):
+    """Half of the task's prompts are always or never solved: most batches of the run go without them."""
+    # With a large eps Adam does not blow rounding up where a gradient is nearly 0.
+    config = run_config({"learner.adam_eps": 0.1, "budget.rollouts": 48, "eval.every": 0})
+    less = play(config, tmp_path / "less")
+    assert sum(line["train/prompts"] <= 2 for line in less.lines()[1:]) >= 2
     monkeypatch.setattr(step_lib, "may_halve", lambda *_: False)
-    whole = play(run_config(ALGORITHMS["grpo"]), tmp_path / "run")
-    for a, b in zip(run.lines()[1:], whole.lines()[1:], strict=True):
-        assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-6)
+    whole = play(config, tmp_path / "whole")
+    for a, b in zip(less.lines()[1:], whole.lines()[1:], strict=True):
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-4)
-        assert a["train/reward_mean"] == b["train/reward_mean"]
-    close = functools.partial(np.testing.assert_allclose, atol=1e-5)
-    jax.tree.map(close, run.states[LAST].learner.params, whole.states[LAST].learner.params)
+        assert (a["train/loss"], a["train/reward_mean"]) == pytest.approx((b["train/loss"], b["train/reward_mean"]))
+        assert a["train/tokens"] < b["train/tokens"] or a["train/prompts"] > 2
+    close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+    jax.tree.map(close, less.states[3].learner.params, whole.states[3].learner.params)
 
 
 def test_every_parameter_is_trained(straight):
