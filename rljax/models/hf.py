@@ -164,7 +164,7 @@ def save(path: str | os.PathLike, model: Model, params) -> None:
     which pad the embedding and the head, are left out. Other files in `path` (a tokenizer) stay, but for older
     weights. Raises ValueError for a parameter whose shape is not the config's.
     """
-    target = pathlib.Path(path)
+    target = pathlib.Path(path).resolve()  # a link stays a link
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:

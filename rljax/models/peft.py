@@ -21,7 +21,7 @@ def save(path: str | os.PathLike, model: Model, params, *, base: str) -> None:
 
     base: what adapter_config.json names as the model that they belong to.
     """
-    target = pathlib.Path(path)
+    target = pathlib.Path(path).resolve()  # a link stays a link
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:

@@ -497,3 +497,15 @@ def test_saving_over_a_directory_keeps_its_other_files(saved):
     same(models.load(folder)[1], changed)
     assert (folder / "tokenizer.json").read_text() == "{}" and (folder / "extra/notes.txt").read_text() == "kept"
     assert leftovers(folder.parent) == ["model"]
+
+
+def test_save_through_a_link_writes_where_it_leads(make_config, tmp_path):
+    model = Model(make_config())
+    params = jax.jit(model.init)(jax.random.key(0))
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real", target_is_directory=True)
+    for _ in range(2):
+        hf.save(tmp_path / "link", model, params)
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(p.name for p in (tmp_path / "real").iterdir()) == ["config.json", "model.safetensors"]
+    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "link")[1], params)
