@@ -133,11 +133,7 @@ class Checkpointer:
         except CheckpointError:
             raise
         except Exception as error:
-            told = (str(error).splitlines() + [""])[0]
-            raise CheckpointError(
-                f"checkpoint of step {step} in {self.folder} cannot be read ({type(error).__name__}: {told}). "
-                f"Delete the folder {step} there to resume from the step before"
-            ) from error
+            raise self._unreadable(step, error) from error
 
     def _read(self, step: int, template: RunState) -> RunState:
         wanted = _named_leaves(template)
@@ -162,6 +158,14 @@ class Checkpointer:
         """
         self.wait()
         step = self._existing_step(step)
+        try:
+            return step, self._read_params(step, template)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise self._unreadable(step, error) from error
+
+    def _read_params(self, step: int, template: Any) -> Any:
         leaves, structure = jax.tree_util.tree_flatten_with_path({"learner": {"params": template}})
         wanted = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
         self._check_fit(step, wanted, within="learner.params.")
@@ -170,7 +174,7 @@ class Checkpointer:
         arrays = ocp.args.PyTreeRestore(requests, restore_args=how, partial_restore=True)
         restored = self._manager.restore(step, args=ocp.args.Composite(**{ARRAYS: arrays}))[ARRAYS]
         values = [_from_stored(leaf, restored[name]) for name, leaf in wanted.items()]
-        return step, jax.tree.unflatten(structure, values)["learner"]["params"]
+        return jax.tree.unflatten(structure, values)["learner"]["params"]
 
     def wait(self) -> None:
         """Returns when the save in progress, if any, is committed; raises CheckpointError if it failed."""
@@ -191,6 +195,13 @@ class Checkpointer:
         return CheckpointError(
             f"checkpoint of step {step} was not saved in {self.folder}: {type(error).__name__}: {error}. "
             f"Check the space and the permissions there; the checkpoints before it are untouched"
+        )
+
+    def _unreadable(self, step: int, error: Exception) -> CheckpointError:
+        told = (str(error).splitlines() + [""])[0]
+        return CheckpointError(
+            f"checkpoint of step {step} in {self.folder} cannot be read ({type(error).__name__}: {told}). "
+            f"Delete the folder {step} there to go on from the step before"
         )
 
     def _existing_step(self, step: int | None) -> int:

@@ -13,7 +13,7 @@ import re
 import jax
 import numpy as np
 
-from rljax import estimates, metrics, parts, rewards, rollout, sharding, tasks
+from rljax import estimates, metrics, parts, rewards, rollout, runs, sharding, tasks
 from rljax import tokenizer as tokenizer_lib
 from rljax.checkpoint import Checkpointer
 from rljax.console import Console
@@ -170,6 +170,7 @@ def run(config: Config, workdir: pathlib.Path) -> dict:
         model, params = parts.policy(config, mesh)
         step, source = None, config.model.path
         if any(workdir.glob("checkpoints/*")):
+            runs.check_model(config, workdir)
             trained, frozen = lora.split(params)
             with Checkpointer(workdir / "checkpoints", config.checkpoint.keep, read_only=True) as checkpoints:
                 step, trained = checkpoints.restore_params(trained)

@@ -41,6 +41,17 @@ def claim(config: Config, workdir: pathlib.Path) -> None:
         raise ConfigError(f"--workdir={workdir} cannot be written to ({error}); name another folder") from error
 
 
+def check_model(config: Config, workdir: pathlib.Path) -> None:
+    """Raises ConfigError where a run folder's checkpoints are of another model or other adapters than the config's."""
+    found = config_lib.differences(config, _read_config(workdir / CONFIG_FILE))
+    adapted = config.lora.rank > 0 or "lora.rank" in found
+    ours = ("model.path", "lora.") if adapted else ("model.path",)
+    other = {key: pair for key, pair in found.items() if key.startswith(ours)}
+    if other:
+        listed = "; ".join(f"{key} is {old!r} there and {new!r} here" for key, (old, new) in other.items())
+        raise ConfigError(f"--workdir={workdir} holds checkpoints of another model: {listed}. Give what the run had")
+
+
 def _read_config(file: pathlib.Path) -> dict:
     """What a run folder's config.json holds; ConfigError if it is no run's."""
     try:

@@ -1,6 +1,7 @@
 import os
 import pathlib
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -342,3 +343,19 @@ def test_state_that_would_not_come_back_is_refused(tmp_path, state, error, messa
 def test_keep_below_one_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="checkpoint.keep is 0"):
         Checkpointer(tmp_path, 0)
+
+
+def test_parameters_alone_come_back_and_damage_is_told(tmp_path):
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
+        checkpointer.save(3, small_state(3))
+    template = small_state(0).learner.params
+    with Checkpointer(tmp_path, keep=2, read_only=True) as reader:
+        step, params = reader.restore_params(template)
+        assert step == 3
+        jax.tree.map(np.testing.assert_array_equal, params, small_state(3).learner.params)
+        with pytest.raises(CheckpointError, match=r"learner.params.other is absent there"):
+            reader.restore_params({**template, "other": template["w"]})
+    shutil.rmtree(tmp_path / "3" / "arrays")
+    with Checkpointer(tmp_path, keep=2, read_only=True) as reader:
+        with pytest.raises(CheckpointError, match="step 3 .* cannot be read .*Delete the folder 3"):
+            reader.restore_params(template)

@@ -177,6 +177,8 @@ def test_evaluating_the_run_folder_gives_its_last_evaluation(straight, run_confi
         assert lines == (run.folder / "eval" / f"{step:06}.jsonl").read_text() and len(lines.splitlines()) == 5
     assert sorted(p.name for p in run.folder.iterdir()) == before
     assert "pass@2" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"another model: lora.rank is \d there and 3 here"):
+        evaluate.run(run_config(ALGORITHMS[name] | {"lora.rank": 3}), run.folder)
 
 
 def test_updates_without_silent_prompts_are_those_of_whole_batches(run_config, monkeypatch, tmp_path):

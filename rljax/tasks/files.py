@@ -245,7 +245,10 @@ def _text(row: dict, field: str, key: str, place: str) -> str:
             f"{place}: the field {field!r} ({key}) is a {type(value).__name__}, not text; "
             f"name a part of it, such as {field}.{'0' if isinstance(value, list) else 'name'}"
         )
-    return str(value).strip()
+    text = str(value).strip()
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise ValueError(f"{place}: the field {field!r} ({key}) holds a lone surrogate, which is no text; mend it")
+    return text
 
 
 def _kind_field(rows: list[dict]) -> str | None:

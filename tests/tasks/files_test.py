@@ -168,6 +168,7 @@ def test_a_field_that_groups_the_results_is_the_kind(tmp_path, fields, kinds):
         (sums(3), {"name": "gsm8k"}, r"line 1 has no field 'question' \(task.prompt_field\); it has prompt, answer"),
         (sums(3), {"prompt_field": "prompt.0.content"}, "line 1 has no field 'prompt.0.content'"),
         ([{"prompt": [{"content": "x"}], "answer": 1}], {}, "'prompt' .* is a list, not text; name .* prompt.0"),
+        ([{"prompt": "x\ud800", "answer": "1"}], {}, "'prompt' .* holds a lone surrogate"),
         ([{"prompt": "x", "answer": {"a": 1}}], {}, "'answer' .* is a dict, not text; name .* answer.name"),
         ([{"prompt": f"{i}", "answer": "no"} for i in range(3)], {"grader": "numeric"}, "can read none of the 3.*'no'"),
         (sums(3), {"gold": "boxed"}, "can read none of the 3 gold answers .task.gold='boxed'.*such as None"),
