@@ -96,7 +96,7 @@ def pack(
     prompt_tokens = np.zeros((P, S), np.int32)
     for i, ids in enumerate(prompts.tokens):
         prompt_tokens[i, : len(ids)] = ids
-    batch = TrainBatch(
+    arrays = dict(
         prompt_tokens=prompt_tokens,
         prompt_lengths=np.array([len(t) for t in prompts.tokens], np.int32),
         tokens=tokens,
@@ -108,17 +108,16 @@ def pack(
         top_ids=top_ids,
         top_logprobs=top_logprobs,
     )
-    taught, silent = np.flatnonzero(batch.advantages.any(axis=1)), {}
+    taught, silent = np.flatnonzero(arrays["advantages"].any(axis=1)), None
     if halve and len(taught) <= num_prompts // 2:
         num_prompts //= 2
         taught = taught if len(taught) else np.arange(1)
-        left = np.delete(batch.lengths, taught, axis=0).ravel()
-        batch = TrainBatch(**{name: value[taught] for name, value in vars(batch).items() if value is not None})
-        silent = {"silent_lengths": np.pad(left, (0, 2 * num_prompts * K - len(left))).reshape(num_prompts, -1)}
-    pad = num_prompts - len(batch.lengths)
-    arrays = {name: value for name, value in vars(batch).items() if value is not None}
+        left = np.delete(arrays["lengths"], taught, axis=0).ravel()
+        silent = np.pad(left, (0, 2 * num_prompts * K - len(left))).reshape(num_prompts, -1)
+        arrays = {name: value[taught] for name, value in arrays.items()}
+    pad = num_prompts - len(arrays["lengths"])
     padded = {name: np.pad(value, [(0, pad)] + [(0, 0)] * (value.ndim - 1)) for name, value in arrays.items()}
-    return sharding.put_by_prompt(mesh, TrainBatch(**padded | silent))
+    return sharding.put_by_prompt(mesh, TrainBatch(**padded, silent_lengths=silent))
 
 
 def _width(rows: np.ndarray, width: int) -> np.ndarray:

@@ -14,9 +14,11 @@ Where the leaves come back:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -96,7 +98,7 @@ class Checkpointer:
         if step != run_state.step:
             raise ValueError(f"asked to save step {step}, but the run state is of step {run_state.step}")
         _check_json(run_state.totals, "totals")
-        arrays = {name: _to_stored(name, leaf) for name, leaf in _named_leaves(run_state).items()}
+        arrays = {name: _to_stored(name, leaf) for name, leaf in _named_leaves(_array_part(run_state)).items()}
         host = {
             "draws": operator.index(run_state.draws),
             "step": step,
@@ -128,15 +130,11 @@ class Checkpointer:
         """
         self.wait()
         step = self._existing_step(step)
-        try:
+        with self._reading(step):
             return self._read(step, template)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise self._unreadable(step, error) from error
 
     def _read(self, step: int, template: RunState) -> RunState:
-        wanted = _named_leaves(template)
+        wanted = _named_leaves(_array_part(template))
         self._check_fit(step, wanted)
         items = ocp.args.Composite(
             **{
@@ -158,23 +156,18 @@ class Checkpointer:
         """
         self.wait()
         step = self._existing_step(step)
-        try:
+        with self._reading(step):
             return step, self._read_params(step, template)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise self._unreadable(step, error) from error
 
     def _read_params(self, step: int, template: Any) -> Any:
-        leaves, structure = jax.tree_util.tree_flatten_with_path({"learner": {"params": template}})
-        wanted = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+        wanted = _named_leaves({"learner": {"params": template}})
         self._check_fit(step, wanted, within="learner.params.")
         requests = {name: _to_request(leaf) for name, leaf in wanted.items()}
         how = ocp.checkpoint_utils.construct_restore_args(requests)
         arrays = ocp.args.PyTreeRestore(requests, restore_args=how, partial_restore=True)
         restored = self._manager.restore(step, args=ocp.args.Composite(**{ARRAYS: arrays}))[ARRAYS]
         values = [_from_stored(leaf, restored[name]) for name, leaf in wanted.items()]
-        return jax.tree.unflatten(structure, values)["learner"]["params"]
+        return jax.tree.unflatten(jax.tree.structure(template), values)
 
     def wait(self) -> None:
         """Returns when the save in progress, if any, is committed; raises CheckpointError if it failed."""
@@ -197,12 +190,19 @@ class Checkpointer:
             f"Check the space and the permissions there; the checkpoints before it are untouched"
         )
 
-    def _unreadable(self, step: int, error: Exception) -> CheckpointError:
-        told = (str(error).splitlines() + [""])[0]
-        return CheckpointError(
-            f"checkpoint of step {step} in {self.folder} cannot be read ({type(error).__name__}: {told}). "
-            f"Delete the folder {step} there to go on from the step before"
-        )
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Whatever a damaged step raises becomes a CheckpointError that says which and what to do."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            told = (str(error).splitlines() + [""])[0]
+            raise CheckpointError(
+                f"checkpoint of step {step} in {self.folder} cannot be read ({type(error).__name__}: {told}). "
+                f"Delete the folder {step} there to go on from the step before"
+            ) from error
 
     def _existing_step(self, step: int | None) -> int:
         steps = sorted(self._manager.all_steps())
@@ -235,13 +235,13 @@ def _array_part(run_state: RunState) -> dict[str, Any]:
     return parts | {"learner": dataclasses.replace(run_state.learner, frozen=None)}
 
 
-def _named_leaves(run_state: RunState) -> dict[str, Any]:
-    """Leaves of the array fields by dotted name, in tree order.
+def _named_leaves(tree: dict[str, Any]) -> dict[str, Any]:
+    """Leaves of an _array_part, or of a part of it, by dotted name, in tree order.
 
     Orbax is given this flat dict and not the tree: names and order are then jax's own for every kind of node
     (NamedTuple, registered dataclass, empty tuple), whichever of them a version of Orbax knows.
     """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(_array_part(run_state))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     if len(named) != len(leaves):
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]

@@ -183,7 +183,7 @@ def run(config: Config, workdir: pathlib.Path) -> dict:
             ("task", f"{config.task.name}: {len(prompts):,} held-out prompts, {prompts.dropped:,} too long"),
             ("samples", f"1 greedy and {config.eval.samples} at temperature {config.eval.temperature:g} a prompt"),
         ])  # fmt: skip
-        key = jax.random.fold_in(jax.random.key(config.seed), parts.EVALUATION)
+        key = parts.key_of(config, parts.EVALUATION)
         scored = score(model, params, prompts, config=config, tokenizer=tokenizer, pool=pool, key=key)
         measures = report(scored)
         name = re.sub(r"\W+", "_", config.task.name) + ("" if step is None else f"-{step:06}")

@@ -37,7 +37,12 @@ class Parts:
     reference: Any  # parameters of the KL's reference policy, or None
 
     def key(self, stream: int) -> jax.Array:
-        return jax.random.fold_in(jax.random.key(self.config.seed), stream)
+        return key_of(self.config, stream)
+
+
+def key_of(config: Config, stream: int) -> jax.Array:
+    """The random key of one of the streams above."""
+    return jax.random.fold_in(jax.random.key(config.seed), stream)
 
 
 def make_mesh(config: Config):
@@ -57,9 +62,9 @@ def policy(config: Config, mesh):
     """(Model, params) of model.path, with new adapters where lora.rank asks for them."""
     model, params = load_model(config, mesh, config.model.path)
     check_sizes(config, model)
-    if not config.lora.rank:
+    adapters = lora.from_config(config.lora)
+    if adapters is None:
         return model, params
-    adapters = lora.Lora(config.lora.rank, config.lora.alpha, tuple(config.lora.targets.split(",")))
     return attach_lora(model, params, adapters, jax.random.key(config.seed))
 
 

@@ -59,10 +59,8 @@ def count(model: Model) -> int:
 
 def models(config: Config, policy: ModelConfig, actor: ModelConfig | None) -> tuple[Model, Model | None]:
     """The static halves of the policy, with its adapters, and of the actor."""
-    m, adapters = config.model, None
-    if config.lora.rank:
-        adapters = lora.Lora(config.lora.rank, config.lora.alpha, tuple(config.lora.targets.split(",")))
-    own = Model(policy, remat=m.remat, lora=adapters, compute_dtype=m.compute_dtype)
+    m = config.model
+    own = Model(policy, remat=m.remat, lora=lora.from_config(config.lora), compute_dtype=m.compute_dtype)
     return own, None if actor is None else Model(actor, remat=m.remat, compute_dtype=m.compute_dtype)
 
 

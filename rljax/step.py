@@ -69,10 +69,10 @@ def may_halve(config: Config, mesh) -> bool:
 
     They must add nothing to any gradient, and what is left must divide over minibatches and devices.
     """
-    loss, learner = config.loss, config.learner
+    loss, options = config.loss, config.learner
     others = loss.kl_coef > 0 or loss.entropy_coef > 0 or config.jackpot.rule != "none" or bool(config.actor.path)
-    parts = sharding.size(mesh, "prompts") * learner.micro_batches
-    return not others and learner.minibatches == 1 and config.rollout.prompts % (2 * parts) == 0
+    pieces = sharding.size(mesh, "prompts") * options.micro_batches
+    return not others and options.minibatches == 1 and config.rollout.prompts % (2 * pieces) == 0
 
 
 def collect(parts: Parts, state: RunState, grants: budget.Grants, stages) -> Experience:

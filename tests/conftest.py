@@ -97,6 +97,27 @@ def forget_compiled():
         jax.clear_caches()
 
 
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture(scope="session")
+def make_clock():
+    return Clock
+
+
+@pytest.fixture
+def other_process(monkeypatch):
+    """The tests' process is number 1 of several, which writes and says nothing."""
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+
+
 @pytest.fixture(scope="session")
 def make_config():
     return random_config

@@ -3,25 +3,11 @@
 import io
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rljax.console import Console
-
-
-@pytest.fixture
-def other_process(monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class Terminal(io.StringIO):
@@ -56,11 +42,11 @@ def narrate(file, clock):
         )
 
 
-def test_without_a_terminal_a_line_a_step_and_no_control_codes(monkeypatch):
+def test_without_a_terminal_a_line_a_step_and_no_control_codes(make_clock, monkeypatch):
     for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.setenv(variable, "1")
     file = io.StringIO()
-    narrate(file, Clock())
+    narrate(file, make_clock())
     text = file.getvalue()
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
     lines = text.split("\n")
@@ -98,13 +84,13 @@ def test_without_a_terminal_a_line_a_step_and_no_control_codes(monkeypatch):
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_on_a_terminal_a_bar_under_the_same_lines(monkeypatch, width):
+def test_on_a_terminal_a_bar_under_the_same_lines(make_clock, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     plain, terminal = io.StringIO(), Terminal()
-    narrate(plain, Clock())
-    narrate(terminal, Clock())
+    narrate(plain, make_clock())
+    narrate(terminal, make_clock())
     text = terminal.getvalue()
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is hidden once and shown again
     after_the_bar = text[text.rindex("━") : text.index("before  after")]
@@ -129,10 +115,10 @@ def test_an_exception_takes_the_bar_off(monkeypatch):
 
 
 @pytest.mark.parametrize("term", ["dumb", ""])
-def test_a_dumb_terminal_gets_plain_lines(monkeypatch, term):
+def test_a_dumb_terminal_gets_plain_lines(make_clock, monkeypatch, term):
     monkeypatch.setenv("TERM", term)
     terminal = Terminal()
-    narrate(terminal, Clock())
+    narrate(terminal, make_clock())
     assert "\x1b" not in terminal.getvalue() and "\r" not in terminal.getvalue()
 
 
@@ -149,8 +135,8 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch, term):
     ],
     ids=["first", "second", "resumed", "nothing", "window", "long"],
 )
-def test_time_left(start, steps, left):
-    file, clock = io.StringIO(), Clock()
+def test_time_left(make_clock, start, steps, left):
+    file, clock = io.StringIO(), make_clock()
     console = Console(file, clock=clock)
     console.start("", [("", "")], fraction=start)
     for step, (now, fraction) in enumerate(steps, 1):
@@ -159,8 +145,8 @@ def test_time_left(start, steps, left):
     assert file.getvalue().splitlines()[-1].split()[-1] == left
 
 
-def test_other_processes_say_nothing(other_process, capsys):
-    narrate(None, Clock())
+def test_other_processes_say_nothing(make_clock, other_process, capsys):
+    narrate(None, make_clock())
     assert capsys.readouterr() == ("", "")
 
 

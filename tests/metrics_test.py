@@ -2,26 +2,12 @@ import json
 import re
 import struct
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
 from rljax.metrics import MetricsWriter, Stages, read_metrics, write_json, write_summary
-
-
-@pytest.fixture
-def other_process(monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def lines_of(folder):
@@ -194,8 +180,8 @@ def test_a_kill_in_mid_write_keeps_the_old_summary(tmp_path, monkeypatch):
     assert strict((tmp_path / "summary.json").read_text()) == {"steps": 1}
 
 
-def test_stages_by_step_and_in_all():
-    clock = Clock()
+def test_stages_by_step_and_in_all(make_clock):
+    clock = make_clock()
     stages = Stages({"rollout": 100.0}, clock=clock)
     for took in (3.0, 4.0):
         with stages("rollout"):

@@ -8,7 +8,6 @@ import os
 import pathlib
 import re
 import shutil
-import tempfile
 
 import huggingface_hub
 import jax
@@ -165,9 +164,7 @@ def save(path: str | os.PathLike, model: Model, params) -> None:
     weights. Raises ValueError for a parameter whose shape is not the config's.
     """
     target = pathlib.Path(path).resolve()  # a link stays a link
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
+    with weights.new_folder(target) as folder:
         tensors = {}
         for name, (keys, layer, transposed, shape) in tensor_names(model.config).items():
             leaf = functools.reduce(lambda tree, key: tree[key], keys, params)
@@ -175,15 +172,10 @@ def save(path: str | os.PathLike, model: Model, params) -> None:
             _check_shape(keys, leaf.shape if layer is None else leaf.shape[1:], shape_here)
             part = functools.partial(_host, leaf, layer, transposed, shape_here)
             tensors[name] = weights.Source(np.dtype(leaf.dtype), shape, part)
-        weights.write(temporary, tensors)
+        weights.write(folder, tensors)
         config = write_config(model.config, str(params["embed"].dtype))
-        (temporary / "config.json").write_text(
-            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
-        temporary.chmod(0o755)
-        _replace(target, temporary)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        _keep(target, folder)
 
 
 def _check_shape(keys: tuple[str, ...], shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -203,13 +195,10 @@ def _host(leaf, layer: int | None, transposed: bool, shape: tuple[int, ...]) -> 
     return [np.ascontiguousarray(array.T if transposed else array)]
 
 
-def _replace(target: pathlib.Path, temporary: pathlib.Path) -> None:
-    """Renames `temporary` to `target`, whose files move over but for weights and what is new."""
-    if not target.is_dir():
-        os.replace(temporary, target)
-        return
-    for entry in target.iterdir():
-        new = temporary / entry.name
+def _keep(target: pathlib.Path, folder: pathlib.Path) -> None:
+    """Copies the files of `target` into `folder`, but for weights and what is new there."""
+    for entry in target.iterdir() if target.is_dir() else ():
+        new = folder / entry.name
         # Shards and their index would be read instead of the new weights.
         if new.exists() or ".safetensors" in entry.name:
             continue
@@ -217,14 +206,6 @@ def _replace(target: pathlib.Path, temporary: pathlib.Path) -> None:
             shutil.copytree(entry, new)
         else:
             shutil.copy2(entry, new)
-    old = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-    os.replace(target, old)
-    try:
-        os.replace(temporary, target)
-    except OSError:
-        os.replace(old, target)
-        raise
-    shutil.rmtree(old)
 
 
 def tensor_names(c: ModelConfig) -> dict[str, tuple[tuple[str, ...], int | None, bool, tuple[int, ...]]]:

@@ -11,6 +11,7 @@ modules: our layers are one stacked module, merged inside a scan, where its adap
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -32,6 +33,11 @@ class Lora:
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+
+def from_config(options: Any) -> Lora | None:
+    """The adapters that a config's ``lora`` block (rank, alpha, targets: "q,v") asks for; None at rank 0."""
+    return Lora(options.rank, options.alpha, tuple(options.targets.split(","))) if options.rank else None
 
 
 def _is_adapter(name: str) -> bool:

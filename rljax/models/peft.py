@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import shutil
-import tempfile
 
 import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from rljax.models import hf
+from rljax.models import hf, weights
 from rljax.models.transformer import Model
 
 
@@ -21,36 +19,27 @@ def save(path: str | os.PathLike, model: Model, params, *, base: str) -> None:
 
     base: what adapter_config.json names as the model that they belong to.
     """
-    target = pathlib.Path(path).resolve()  # a link stays a link
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        names = hf.tensor_names(model.config).items()
-        adapted = {key: (leaf[-1], layer) for key, (leaf, layer, _, _) in names if leaf[-1] in model.lora.targets}
-        tensors = {}
-        for key, (name, layer) in adapted.items():
-            for half in "ab":  # peft stores [r, in] and [out, r]
-                matrix = np.asarray(jax.device_get(params["layers"][f"{name}_lora_{half}"][layer])).T
-                own = f"base_model.model.{key.removesuffix('.weight')}.lora_{half.upper()}.weight"
-                tensors[own] = np.ascontiguousarray(matrix)
-        save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "r": model.lora.rank,
-            "lora_alpha": model.lora.alpha,
-            "target_modules": sorted({key.split(".")[-2] for key in adapted}),
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "fan_in_fan_out": False,
-            "inference_mode": True,
-        }
-        (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        temporary.chmod(0o755)
-        (temporary / "adapter_model.safetensors").chmod(0o644)
-        if target.is_dir():
-            shutil.rmtree(target)
-        os.replace(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    names = hf.tensor_names(model.config).items()
+    adapted = {key: (leaf[-1], layer) for key, (leaf, layer, _, _) in names if leaf[-1] in model.lora.targets}
+    tensors = {}
+    for key, (name, layer) in adapted.items():
+        for half in "ab":  # peft stores [r, in] and [out, r]
+            matrix = np.asarray(jax.device_get(params["layers"][f"{name}_lora_{half}"][layer])).T
+            own = f"base_model.model.{key.removesuffix('.weight')}.lora_{half.upper()}.weight"
+            tensors[own] = np.ascontiguousarray(matrix)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": model.lora.rank,
+        "lora_alpha": model.lora.alpha,
+        "target_modules": sorted({key.split(".")[-2] for key in adapted}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    with weights.new_folder(pathlib.Path(path).resolve()) as folder:  # a link stays a link
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        (folder / "adapter_model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -6,10 +6,14 @@ index beside them, which says where each tensor lies.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import ml_dtypes
@@ -113,6 +117,32 @@ def _open(file: pathlib.Path):
         return safe_open(file, framework="np")
     except (SafetensorError, OSError, ValueError) as e:
         raise ValueError(f"{file} is not a readable safetensors file ({e}); fetch it again") from e
+
+
+@contextlib.contextmanager
+def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder beside `target` to write into, which takes its place at the end, or is gone if anything is raised.
+
+    An older folder there is moved aside first and deleted last, and comes back if the new one cannot take its place.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        if not target.is_dir():
+            os.replace(temporary, target)
+            return
+        old = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+        os.replace(target, old)
+        try:
+            os.replace(temporary, target)
+        except OSError:
+            os.replace(old, target)
+            raise
+        shutil.rmtree(old)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 class Source(NamedTuple):
