@@ -111,7 +111,8 @@ def pack(
     taught, silent = np.flatnonzero(arrays["advantages"].any(axis=1)), None
     if halve and len(taught) <= num_prompts // 2:
         num_prompts //= 2
-        taught = taught if len(taught) else np.arange(1)
+        if not len(taught):  # one that has rows, if any has: the whole batch makes an update then, and so must this
+            taught = np.argmax(arrays["lengths"].any(axis=1), keepdims=True)
         left = np.delete(arrays["lengths"], taught, axis=0).ravel()
         silent = np.pad(left, (0, 2 * num_prompts * K - len(left))).reshape(num_prompts, -1)
         arrays = {name: value[taught] for name, value in arrays.items()}

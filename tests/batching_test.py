@@ -114,6 +114,11 @@ def test_a_batch_without_any_advantage_keeps_a_prompt(prompts, rollouts):
     batch = jax.tree.map(np.asarray, pack(prompts, rollouts, advantages=np.zeros((3, 2)), halve=True))
     np.testing.assert_array_equal(batch.lengths, [[1, 5], [0, 0]])
     assert sorted(batch.silent_lengths[batch.silent_lengths > 0]) == [2, 3, 4]
+    # Of prompt 0 no row is usable (all unscorable, or all cut): the batch is not to be empty for that.
+    kept = np.array([[False, False], [True, False], [True, True]])
+    batch = jax.tree.map(np.asarray, pack(prompts, rollouts, advantages=np.zeros((3, 2)), kept=kept, halve=True))
+    np.testing.assert_array_equal(batch.lengths, [[3, 0], [0, 0]])
+    assert sorted(batch.silent_lengths[batch.silent_lengths > 0]) == [2, 4]
 
 
 def test_dtypes(prompts, rollouts):
