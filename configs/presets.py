@@ -25,7 +25,6 @@ def smollm2(config: ConfigDict) -> None:
     One-digit +, − and ×, two-digit + and −; four solved lines before each problem.
     """
     config.model.path = "smollm2"
-    config.model.remat = "dots"
     config.model.token_chunk = 256
     config.task.mix = "add1:2,sub1:1,mul1:1,add2:6,sub2:1"
     config.task.shots = 4

@@ -47,7 +47,7 @@ SEED = flags.DEFINE_integer("seed", 0, "of weights, tokens and lengths")
 LANES = flags.DEFINE_integer("lanes", 0, "prompts that decode at once; 0: all")
 SLOTS = flags.DEFINE_integer("slots", 0, "samples of a prompt that decode at once; 0: all")
 SEGMENT = flags.DEFINE_integer("segment", 32, "decode steps between refills", lower_bound=1)
-REMAT = flags.DEFINE_enum("remat", "none", ["none", "dots", "layer"], "what the backward pass recomputes")
+REMAT = flags.DEFINE_enum("remat", "dots", ["none", "dots", "layer"], "what the backward pass recomputes")
 CHUNK = flags.DEFINE_integer("token_chunk", 512, "tokens whose logits are alive at once", lower_bound=1)
 REPEATS = 3
 

@@ -23,6 +23,14 @@ def bucket(size: int, limit: int, least: int = 32) -> int:
     return width
 
 
+def buckets(limit: int, least: int = 32) -> list[int]:
+    """The declared widths, ascending: what `bucket` returns of sizes up to the limit."""
+    widths = [bucket(1, limit, least)]
+    while widths[-1] < limit:
+        widths.append(bucket(widths[-1] + 1, limit, least))
+    return widths
+
+
 def dense(rollouts: Rollouts, values: np.ndarray, num_prompts: int, samples: int, fill) -> np.ndarray:
     """values[R] of ragged groups → [P, n], `fill` where a prompt has no such sample."""
     out = np.full((num_prompts, samples), fill, np.asarray(values).dtype)

@@ -1,4 +1,4 @@
-"""What a run says on the terminal: tables at its start and end, a line a step, a progress bar."""
+"""What a run says on the terminal: tables at its start and end, a line a step, samples, a progress bar."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+import rich.cells
 import rich.console
 import rich.progress
 import rich.text
@@ -31,6 +32,7 @@ STEP_COLUMNS = (
 EVALUATION_METRICS = ("eval/accuracy", "eval/avg_at_k", "eval/pass_at_k", "eval/maj_at_k")
 HEADER_EVERY = 20  # step lines
 WINDOW = 20  # steps over which the time left is estimated
+PLAIN_WIDTH = 80  # columns of the table of samples where stdout is no terminal
 
 
 class Console(contextlib.AbstractContextManager):
@@ -58,7 +60,9 @@ class Console(contextlib.AbstractContextManager):
         )
         self._progress: rich.progress.Progress | None = None
         self._points: collections.deque[tuple[float, float]] = collections.deque(maxlen=WINDOW)
-        self._lines = 0
+        self._lines = 0  # of steps
+        self._since_header = 0
+        self._step = 0
 
     def start(self, title: str, rows: Sequence[tuple[str, str]], fraction: float = 0.0) -> None:
         """Prints the start-up table and shows the bar. `fraction` of the run was done before, by resume."""
@@ -76,6 +80,12 @@ class Console(contextlib.AbstractContextManager):
             self._progress.add_task("starting", total=None, status="")  # pulses until the first step is done
             self._progress.start()
 
+    def stage(self, name: str) -> None:
+        """Shows on the bar what the run is at: a stage of its next step."""
+        if self._progress is not None:
+            before = f"step {self._step + 1}" if self._lines else "starting"
+            self._progress.update(self._progress.task_ids[0], description=f"{before} {name:7}", refresh=True)
+
     def step(self, step: int, total_fraction: float, metrics: Mapping[str, Any]) -> None:
         """Prints the line of a step; `total_fraction` in [0, 1] is the share of the run's budget spent."""
         if self._quiet:
@@ -85,9 +95,11 @@ class Console(contextlib.AbstractContextManager):
         for title, _, metric in STEP_COLUMNS:
             if metric is not None:
                 cells[title] = _number(metric[0], metrics.get(metric[0]), metric[1])
-        if self._lines % HEADER_EVERY == 0:
+        if self._since_header % HEADER_EVERY == 0:
             self._print("  ".join(title.rjust(width) for title, width, _ in STEP_COLUMNS), style="bold")
+        self._since_header += 1
         self._lines += 1
+        self._step = step
         self._print("  ".join(cells[title].rjust(width) for title, width, _ in STEP_COLUMNS))
         if self._progress is not None:
             self._progress.update(
@@ -95,9 +107,35 @@ class Console(contextlib.AbstractContextManager):
                 description=f"step {step}",
                 total=1.0,
                 completed=total_fraction,
-                status=f"reward {cells['reward']} eff. {cells['effective']} budget {total_fraction:.0%} "
-                f"{cells['tokens/s']} tok/s {left} left",
+                status=f"{total_fraction:.0%} of the budget, {cells['tokens/s']} tokens/s, {left} left",
             )
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Prints rollouts (records.of_rollouts), a line each: prompt, completion, reward, kept, accepted share.
+
+        The share is the mean probability of a token to be accepted; "-" where there is none, and without a column
+        where no row has one. Long texts lose their middle. Nothing is printed of no samples.
+        """
+        if self._quiet or not samples:
+            return
+        shares = [_mean(sample.get("acceptance")) for sample in samples]
+        with_share = any(share is not None for share in shares)
+        numbers = [("reward", 7), ("kept", 4), *([("accepted", 8)] if with_share else [])]
+        room = (self._rich.width if self._live else PLAIN_WIDTH) - sum(width + 2 for _, width in numbers) - 2
+        widths = room * 2 // 5, room - room * 2 // 5
+        rows = [["prompt", "completion", *(title for title, _ in numbers)]]
+        for sample, share in zip(samples, shares, strict=True):
+            row = [_one_line(sample["prompt"]), _one_line("".join(sample["tokens"]))]
+            row += [_number("reward", sample["reward"], "z.3g"), "yes" if sample["kept"] else "no"]
+            rows.append([*row, *(["-" if share is None else f"{share:.0%}"] if with_share else [])])
+        self._print("")
+        self._print(f"samples of step {step}")
+        for row in rows:
+            texts = [_fit(text, width) for text, width in zip(row, widths, strict=False)]
+            cells = [text.rjust(width) for text, (_, width) in zip(row[2:], numbers, strict=True)]
+            self._print("  ".join([*texts, *cells]), style="bold" if row is rows[0] else "")
+        self._print("")
+        self._since_header = 0
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Prints the line of an evaluation made after `step` training steps."""
@@ -117,9 +155,9 @@ class Console(contextlib.AbstractContextManager):
         if not self._quiet:
             self._table(rows, titles)
 
-    def warn(self, text: str) -> None:
-        """Prints a warning among the lines."""
-        if not self._quiet:
+    def warn(self, *texts: str) -> None:
+        """Prints warnings among the lines."""
+        for text in () if self._quiet else texts:
             self._print(f"warning: {text}", style="yellow")
 
     def finish(
@@ -169,10 +207,10 @@ class Console(contextlib.AbstractContextManager):
     def _seconds_left(self, fraction: float) -> float | None:
         """Remaining fraction / rate over the window; None where no rate is known.
 
-        The first step compiles: its start is forgotten as soon as there is a second step.
+        The first step compiles and does not count: the window begins at its end.
         """
-        if len(self._points) == 2 and self._lines == 1:
-            self._points.popleft()
+        if not self._lines:
+            self._points.clear()
         self._points.append((self._clock(), fraction))
         (start, before), (now, _) = self._points[0], self._points[-1]
         return (now - start) * (1 - fraction) / (fraction - before) if fraction > before else None
@@ -188,3 +226,21 @@ def _duration(seconds: float | None) -> str:
         return "-"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _mean(values: Sequence[float] | None) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _one_line(text: str) -> str:
+    """The text without what moves a cursor: a model's output may hold any control code."""
+    return "".join("↵" if c == "\n" else c if c.isprintable() else "·" for c in text)
+
+
+def _fit(text: str, width: int) -> str:
+    """The text in so many columns of a terminal: padded, or with an ellipsis for its middle."""
+    if rich.cells.cell_len(text) <= width:
+        return rich.cells.set_cell_size(text, width)
+    head = (width - 1) // 3
+    end = rich.cells.set_cell_size(text[::-1], width - 1 - head)[::-1]
+    return f"{rich.cells.set_cell_size(text, head)}…{end}"

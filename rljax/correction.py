@@ -72,6 +72,13 @@ def renewed(policy, batch: TrainBatch, states: obrs.States, temperature, chunk: 
     )
 
 
+def acceptance(batch: TrainBatch, states: obrs.States, lam):
+    """min(1, p / (λ q)) of each sampled token, float32 of the tokens' shape; 0 past the lengths."""
+    log_a = states.target_logprobs - batch.sampler_logprobs - jnp.log(lam)
+    known = (jnp.arange(batch.tokens.shape[-1]) < batch.lengths[..., None]) & ~jnp.isnan(log_a)
+    return jnp.where(known, jnp.exp(jnp.minimum(log_a, 0.0)), 0.0)
+
+
 def weigh(batch: TrainBatch, mask, states: obrs.States, old, lam, key, options: JackpotOptions):
     """(Weighed, sums for obrs.summarise, κ) of one minibatch; batch, mask, states, old lead with [micro, P, K].
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+_AT_ONCE = 100  # resamples whose counts of every prompt are in memory together
+
 
 def pass_at_k(right: np.ndarray, n: int, k: int) -> np.ndarray:
     """Unbiased estimate of the probability that one of k samples is right (arXiv 2107.03374, eq. 1).
@@ -38,8 +40,8 @@ def majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
 def interval(values: np.ndarray, *, level: float = 0.95, resamples: int = 2000, seed: int = 0) -> tuple[float, float]:
     """Bootstrap percentile interval of the mean of values[P]: prompts are drawn again, with replacement."""
     values = np.asarray(values, np.float64)
-    rng = np.random.default_rng(seed)
-    counts = rng.multinomial(len(values), np.full(len(values), 1 / len(values)), size=resamples)
-    means = counts @ values / len(values)
+    P, rng = len(values), np.random.default_rng(seed)
+    sizes = np.diff(np.append(np.arange(0, resamples, _AT_ONCE), resamples))
+    means = np.concatenate([rng.multinomial(P, np.full(P, 1 / P), size=size) @ values / P for size in sizes])
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

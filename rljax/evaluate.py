@@ -13,15 +13,15 @@ import re
 import jax
 import numpy as np
 
-from rljax import estimates, metrics, parts, rewards, rollout, runs, sharding, tasks
-from rljax import tokenizer as tokenizer_lib
+from rljax import config as config_lib
+from rljax import estimates, hosts, metrics, parts, rewards, rollout, runs, sharding, tasks
 from rljax.checkpoint import Checkpointer
 from rljax.console import Console
 from rljax.models import Model, lora
 from rljax.options import Config
 from rljax.prompts import PromptSet
 from rljax.rewards import RewardPool
-from rljax.tasks import grading
+from rljax.tasks import graders
 from rljax.tokenizer import Tokenizer
 
 
@@ -56,9 +56,10 @@ def score(
     k = config.eval.samples
     shards = sharding.size(sharding.mesh_of(params), "prompts")
     rows = config.rollout.lanes * config.rollout.slots
-    lanes = min(-(-len(prompts) // shards), max(1, rows // (k + 1) // shards)) * shards
+    slots = min(k + 1, rows // shards)
+    lanes = min(-(-len(prompts) // shards), rows // slots // shards) * shards
     drawn = prompts.all()
-    scorer = rewards.StreamingScorer(pool, tokenizer, drawn)
+    scorer = rewards.StreamingScorer(pool, tokenizer, drawn, hosts.share())
     rollouts = rollout.generate(
         model,
         params,
@@ -69,7 +70,7 @@ def score(
         stop_ids=tokenizer.stop_ids,
         temperature=[0.0, config.eval.temperature],
         lanes=lanes,
-        slots=k + 1,
+        slots=slots,
         on_finished=scorer,
     )
     scores = scorer.result(len(rollouts))
@@ -122,7 +123,10 @@ def report(scored: Scored) -> dict[str, dict[str, float]]:
     values = {"accuracy": scored.rewards[:, 0], f"avg@{k}": sampled.mean(axis=1)}
     for size in sorted({*(2**i for i in range(k.bit_length())), k}):
         values[f"pass@{size}"] = estimates.pass_at_k(right, k, size)
-    votes = [[_answer(text) for text in row[1:]] for row in scored.texts]
+    votes = [
+        [graders.vote(text, example) for text in row[1:]]
+        for example, row in zip(scored.examples, scored.texts, strict=True)
+    ]
     values[f"maj@{k}"] = np.array([estimates.majority(*pair) for pair in zip(votes, sampled, strict=True)])
     values["length"] = scored.lengths[:, 1:].mean(axis=1)
     values["truncated"] = scored.truncated[:, 1:].mean(axis=1)
@@ -134,12 +138,6 @@ def report(scored: Scored) -> dict[str, dict[str, float]]:
     return rows
 
 
-def _answer(text: str) -> str | None:
-    """What a completion votes for: its final answer, or, of a text without one, all of it."""
-    found = grading.extract_answer(text)
-    return found if found is not None else text.strip()
-
-
 def records(scored: Scored) -> list[dict]:
     """One plain dict a prompt: the example, and the completions with rewards, lengths and truncation, greedy first."""
     columns = zip(scored.texts, scored.rewards, scored.lengths, scored.truncated, strict=True)
@@ -147,50 +145,77 @@ def records(scored: Scored) -> list[dict]:
         {
             "example": example,
             "completions": [
-                {"text": text, "reward": float(reward), "tokens": int(length), "truncated": bool(cut)}
-                for text, reward, length, cut in zip(*row, strict=True)
+                {"text": text, "reward": float(reward), "tokens": int(length), "truncated": bool(cut), "greedy": i == 0}
+                for i, (text, reward, length, cut) in enumerate(zip(*row, strict=True))
             ],
         }
         for example, row in zip(scored.examples, columns, strict=True)
     ]
 
 
-def run(config: Config, workdir: pathlib.Path) -> dict:
-    """Evaluates the newest checkpoint in workdir, or model.path where there is none, on the task's held-out prompts.
+def run(config: Config, workdir: pathlib.Path) -> dict[str, dict]:
+    """Evaluates the newest checkpoint in workdir, or model.path where there is none, on the task's held-out prompts,
+    or on the files of eval.tasks.
 
     Writes workdir/eval/NAME.json, the measures and what was measured, and NAME.jsonl, every completion; NAME is of the
-    task and of the checkpoint's step. Returns what NAME.json holds.
+    task, its file and the checkpoint's step. Returns what each NAME.json holds, by NAME.
     """
-    task = tasks.load(config.task)
-    with (
-        rewards.RewardPool(task.grade, **dataclasses.asdict(config.rewards)) as pool,
-        Console() as console,
-    ):
-        mesh = parts.make_mesh(config)
-        model, params = parts.policy(config, mesh)
-        step, source = None, config.model.path
-        if any(workdir.glob("checkpoints/*")):
-            runs.check_model(config, workdir)
-            trained, frozen = lora.split(params)
-            with Checkpointer(workdir / "checkpoints", config.checkpoint.keep, read_only=True) as checkpoints:
-                step, trained = checkpoints.restore_params(trained)
-            params, source = lora.join(trained, frozen), f"step {step} of {workdir}"
-        tokenizer = tokenizer_lib.load(config.model.path).stopping_at(task.stop)
-        prompts = parts.encode(config, task.eval, tokenizer, "held-out")
+    loaded = [(own, tasks.load(own.task)) for own in config_lib.evaluated(config)]  # all, before anything is decoded
+    with Console() as console:
         console.say("rljax eval", style="bold")
-        console.table([
-            ("model", source),
-            ("task", f"{config.task.name}: {len(prompts):,} held-out prompts, {prompts.dropped:,} too long"),
-            ("samples", f"1 greedy and {config.eval.samples} at temperature {config.eval.temperature:g} a prompt"),
-        ])  # fmt: skip
-        key = parts.key_of(config, parts.EVALUATION)
-        scored = score(model, params, prompts, config=config, tokenizer=tokenizer, pool=pool, key=key)
-        measures = report(scored)
-        name = re.sub(r"\W+", "_", config.task.name) + ("" if step is None else f"-{step:06}")
-        metrics.write_lines(workdir / "eval" / f"{name}.jsonl", records(scored))
-        outcome = {"model": source, "task": config.task.name, "prompts": len(prompts), "measures": measures}
-        metrics.write_json(workdir / "eval" / f"{name}.json", outcome)
-        rows = [(name, *(f"{row[x]:.3f}" for x in ("value", "low", "high"))) for name, row in measures.items()]
-        console.table(rows, titles=("", "value", "95% from", "to"))
-        console.say(f"{workdir / 'eval' / name}.json and .jsonl")
-    return outcome
+        model, params, source, step = newest(config, workdir)
+        outcomes = {}
+        for own, task in loaded:
+            tokenizer = parts.make_tokenizer(own, model, task)
+            prompts = parts.encode(own, model, task.eval, tokenizer, "held-out")
+            console.table([
+                ("model", source),
+                ("task", f"{own.task.name}: {len(prompts):,} held-out prompts, {prompts.dropped:,} too long"),
+                ("samples", f"1 greedy and {own.eval.samples} at temperature {own.eval.temperature:g} a prompt"),
+            ])  # fmt: skip
+            key = parts.key_of(own, parts.EVALUATION)
+            with rewards.RewardPool(task.grade, **dataclasses.asdict(own.rewards)) as pool:
+                scored = score(model, params, prompts, config=own, tokenizer=tokenizer, pool=pool, key=key)
+            name, outcome = file_name(own, step), outcome_of(own, source, scored)
+            metrics.write_lines(workdir / "eval" / f"{name}.jsonl", records(scored))
+            metrics.write_json(workdir / "eval" / f"{name}.json", outcome)
+            outcomes[name] = outcome
+            rows = [
+                (what, *(f"{row[x]:.3f}" for x in ("value", "low", "high")))
+                for what, row in outcome["measures"].items()
+            ]
+            console.table(rows, titles=("", "value", "95% from", "to"))
+            console.say(f"{workdir / 'eval' / name}.json and .jsonl")
+    return outcomes
+
+
+def newest(config: Config, workdir: pathlib.Path):
+    """(Model, params, what they are in words, step or None) of workdir's newest checkpoint, or of model.path."""
+    model, params = parts.policy(config, parts.make_mesh(config))
+    with Checkpointer(workdir / "checkpoints", config.checkpoint.keep, read_only=True) as checkpoints:
+        if checkpoints.latest_step() is None:
+            return model, params, f"{config.model.path}, as it is: no checkpoint in {workdir}", None
+        runs.check_model(config, workdir)
+        trained, frozen = lora.split(params)
+        step, trained = checkpoints.restore_params(trained)
+    return model, lora.join(trained, frozen), f"step {step} of {workdir}", step
+
+
+def file_name(config: Config, step: int | None) -> str:
+    """Of an evaluation's files: of the task, its data file and the checkpoint's step."""
+    data = pathlib.Path(config.task.eval_path or config.task.path or config.task.mix).stem
+    name = re.sub(r"\W+", "_", "-".join(filter(None, (config.task.name, data))))
+    return name + ("" if step is None else f"-{step:06}")
+
+
+def outcome_of(config: Config, source: str, scored: Scored) -> dict:
+    """What NAME.json holds."""
+    return {
+        "model": source,
+        "task": dataclasses.asdict(config.task),
+        "prompts": len(scored.examples),
+        "samples": config.eval.samples,
+        "temperature": config.eval.temperature,
+        "seed": config.seed,
+        "measures": report(scored),
+    }

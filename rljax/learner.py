@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from rljax import correction, sharding
@@ -18,21 +19,25 @@ from rljax.options import LearnerOptions
 from rljax.types import LearnerState, TrainBatch
 
 
-def make_optimizer(options: LearnerOptions, total_updates: int) -> optax.GradientTransformation:
-    """AdamW or Adafactor after clipping by global norm, with linear warm-up; norms and biases do not decay.
-
-    Its state is float32 whatever the parameters are, but for AdamW's first moment in `moment_dtype`.
-    """
+def make_schedule(options: LearnerOptions, total_updates: int) -> optax.Schedule:
+    """Number of updates made → learning rate of the next: linear warm-up, then the schedule that is named."""
     rate, warmup = options.learning_rate, options.warmup_updates
     later = {
         "constant": optax.constant_schedule(rate),
         "cosine": optax.cosine_decay_schedule(rate, max(1, total_updates - warmup)),
     }[options.schedule]
-    schedule = later
-    if warmup:
-        # The first update already has a rate above 0: a step at rate 0 would teach nothing.
-        rise = optax.linear_schedule(rate / (warmup + 1), rate, warmup)
-        schedule = optax.join_schedules([rise, later], [warmup])
+    if not warmup:
+        return later
+    # The first update already has a rate above 0: a step at rate 0 would teach nothing.
+    rise = optax.linear_schedule(rate / (warmup + 1), rate, warmup)
+    return optax.join_schedules([rise, later], [warmup])
+
+
+def make_optimizer(options: LearnerOptions, total_updates: int) -> optax.GradientTransformation:
+    """AdamW or Adafactor after clipping by global norm, with `make_schedule`'s rate; norms and biases do not decay.
+
+    Its state is float32 whatever the parameters are, but for AdamW's first moment in `moment_dtype`.
+    """
     clip = optax.clip_by_global_norm(options.max_grad_norm) if options.max_grad_norm > 0 else optax.identity()
     scale = {
         "adamw": lambda: optax.scale_by_adam(
@@ -42,7 +47,8 @@ def make_optimizer(options: LearnerOptions, total_updates: int) -> optax.Gradien
         "adafactor": lambda: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
     }[options.optimizer]()
     decay = optax.add_decayed_weights(options.weight_decay, mask=_decays)
-    return _in_float32(optax.chain(clip, scale, decay, optax.scale_by_learning_rate(schedule)))
+    rate = optax.scale_by_learning_rate(make_schedule(options, total_updates))
+    return _in_float32(optax.chain(clip, scale, decay, rate))
 
 
 def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -75,7 +81,7 @@ def init(params, optimizer: optax.GradientTransformation, actor: LearnerState | 
     where = jax.tree.map(lambda p: p.sharding, trained)
     abstract = jax.eval_shape(optimizer.init, trained)
     opt_state = jax.jit(optimizer.init, out_shardings=sharding.like_params(abstract, where, mesh))(trained)
-    updates = jax.device_put(jnp.zeros((), jnp.int32), sharding.replicated(mesh))
+    updates = sharding.put(mesh, np.zeros((), np.int32), sharding.replicated(mesh))
     return LearnerState(params=trained, frozen=frozen, opt_state=opt_state, updates=updates, actor=actor)
 
 
@@ -113,10 +119,12 @@ def train_step(
     With more than one update the log-probs of the old policy are taken before the first; with one, the old
     policy is the policy itself, and the ratio is 1. A minibatch without a token makes no update.
     The state comes and goes without its frozen parameters, which are an argument of their own and never copied.
+    With OBRS the sums hold "acceptance" [P, K, T], each token's probability before the first update.
     """
     updates = settings.minibatches * settings.epochs
     batches = _split(batch, settings.minibatches * settings.micro_batches)
     prior, states, lam = before(dataclasses.replace(state, frozen=frozen), batches, reference, settings)
+    named = {} if states is None else {"acceptance": _joined(correction.acceptance(batches, states, lam))}
     # [minibatches, micro_batches, P', …]
     shape = (settings.minibatches, settings.micro_batches)
     minis = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), (batches, prior, states))
@@ -135,9 +143,10 @@ def train_step(
         return new, more | sums | norms | {"updates": jnp.ones(())}
 
     if updates == 1:
-        return update(state, jax.tree.map(lambda x: x[0], minis))
+        state, sums = update(state, jax.tree.map(lambda x: x[0], minis))
+        return state, sums | named
     state, sums = jax.lax.scan(lambda state, _: jax.lax.scan(update, state, minis), state, length=settings.epochs)
-    return state, _merge_stacked(sums, axes=2)
+    return state, _merge_stacked(sums, axes=2) | named
 
 
 def before(state: LearnerState, batches: TrainBatch, reference, settings: Settings):
@@ -252,7 +261,7 @@ def _apply(state: LearnerState, grads, optimizer, actor_optimizer):
 
 def metrics(sums: dict) -> dict[str, float]:
     """Host-side means of a step's sums, under the names of metrics.jsonl."""
-    s = {name: float(value) for name, value in sums.items() if name != "obrs"}
+    s = {name: float(value) for name, value in sums.items() if name not in ("obrs", "acceptance")}
     tokens = max(s["tokens"], 1.0)
     out = {
         "train/loss": s["total_loss"] / s["updates"],
@@ -298,3 +307,8 @@ def _merge_stacked(sums: dict, axes: int) -> dict:
 def _split(tree, parts: int):
     """[P, …] → [parts, P / parts, …]; every part takes prompts of every device, so that none is idle."""
     return jax.tree.map(lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1), tree)
+
+
+def _joined(x):
+    """[parts, P', …] → [P, …], in the order before `_split`."""
+    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])

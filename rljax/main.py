@@ -4,10 +4,12 @@
                          [--config.KEY=VALUE]
     python -m rljax.main --mode=report --workdir=DIR[,DIR,...]
 
---mode=eval evaluates the newest checkpoint in DIR, or config.model.path where DIR holds none, on the held-out prompts.
+--mode=eval evaluates the newest checkpoint in DIR, or config.model.path where DIR holds none, on the held-out prompts;
+without --config, by DIR/config.json. That file as --config=DIR/config.json starts the same run in another folder.
 --mode=report writes report.html, a page of the runs side by side, into the first DIR; seeds of one config become one.
 configs/default.py lists every KEY. Exit status: 0 done; 2 refused, with the reason on stderr: a mistake in
-the command or the configuration, or a file that cannot be used; 1 anything unexpected, with its traceback.
+the command or the configuration, or a file that cannot be used; 75 preempted by SIGTERM, and saved: the same command
+goes on; 1 anything unexpected, with its traceback.
 """
 
 # No jax here, nor any module of rljax that imports it: worker processes import __main__ again.
@@ -28,19 +30,24 @@ from ml_collections import config_flags
 
 import rljax
 from rljax import config as config_lib
+from rljax import preemption
 from rljax.config import Config, ConfigError
 
 
 def _train(config: Config, workdir: pathlib.Path) -> None:
-    from rljax import train
+    from rljax import cache, hosts, train
 
-    train.run(config, workdir)
+    with hosts.joined(config, workdir, "train"):
+        cache.keep_compiled()
+        train.run(config, workdir)
 
 
 def _eval(config: Config, workdir: pathlib.Path) -> None:
-    from rljax import evaluate
+    from rljax import cache, evaluate, hosts
 
-    evaluate.run(config, workdir)
+    with hosts.joined(config, workdir, "eval"):
+        cache.keep_compiled()
+        evaluate.run(config, workdir)
 
 
 def _report(config: None, workdir: pathlib.Path) -> None:
@@ -50,6 +57,9 @@ def _report(config: None, workdir: pathlib.Path) -> None:
 
 
 MODES: dict[str, Callable[[Any, pathlib.Path], None]] = {"train": _train, "eval": _eval, "report": _report}
+
+
+_NONE = re.compile(r"--?config\.[\w.]+=None")  # a key that may be None; the flags of ml_collections know only values
 
 
 class Command(NamedTuple):
@@ -78,6 +88,9 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command with its --workdir resumes from the last checkpoint", file=sys.stderr)
         return 130
+    except preemption.Preempted as told:
+        print(told, file=sys.stderr)
+        return preemption.EXIT_STATUS
     except (ValueError, OSError, RuntimeError, ArithmeticError) as error:
         if not _is_for_the_user(error):
             raise
@@ -103,11 +116,14 @@ def parse(argv: Sequence[str]) -> Command:
         raise HelpRequested(f"{__doc__}\n{values.get_help()}")
     if values.mode == "report":
         return _parse_report(values, rest)
-    if not values.config:
-        raise ConfigError("--config is missing; give a config file, such as --config=configs/cero.py")
     if values.workdir == "":
         raise ConfigError("--workdir is empty; name a folder, or leave it out for runs/NAME-TIME")
-    config = config_lib.resolve(override(load(values.config), rest, list(values)))
+    spec = values.config
+    if not spec and values.mode == "eval" and values.workdir:
+        spec = f"{values.workdir}/config.json"
+    if not spec:
+        raise ConfigError("--config is missing; give a config file, such as --config=configs/cero.py")
+    config = config_lib.resolve(override(load(spec), rest, list(values)))
     workdir = values.workdir
     if workdir is None:
         workdir = f"runs/{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
@@ -127,9 +143,16 @@ def _parse_report(values: flags.FlagValues, rest: Sequence[str]) -> Command:
 
 
 def load(spec: str) -> Any:
-    """What get_config() of the file of "FILE.py" returns, or get_config(PRESET) of "FILE.py:PRESET"."""
+    """What get_config() of the file of "FILE.py" returns, or get_config(PRESET) of "FILE.py:PRESET".
+
+    Of a run folder's config.json: what it holds, and for keys that it lacks configs/default.py's values.
+    """
     name, colon, preset = spec.partition(":")
     path = pathlib.Path(name)
+    if path.suffix == ".json":
+        if colon:
+            raise ConfigError(f"--config={spec}: a run's config.json has no presets; leave out {colon}{preset}")
+        return _saved(path)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, sorted(p.name for p in path.parent.glob("*.py")), n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else "; give the path of a .py file"
@@ -146,6 +169,22 @@ def load(spec: str) -> Any:
         raise ConfigError(_config_file_error(name, path, error)) from error
 
 
+def _saved(path: pathlib.Path) -> Any:
+    saved = config_lib.read_saved(path)
+    folder = _configs(path)
+    if folder is None:
+        raise ConfigError(f"--config={path} needs the defaults of configs/default.py; run it from a clone of rljax")
+    config = load(str(folder / "default.py"))
+    saved.pop("hosts", None)  # which processes there are is the command's to say, not the run's
+    for key in config_lib.flatten(saved):
+        config_lib.check_key(key)
+    try:
+        config.update(saved)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is not the config of a run: {error}") from error
+    return config
+
+
 def override(config: Any, args: Sequence[str], known_flags: Sequence[str]) -> Any:
     """The config after the ``--config.key=value`` of args; whatever else is in args is an error."""
     for arg in args:
@@ -159,8 +198,13 @@ def override(config: Any, args: Sequence[str], known_flags: Sequence[str]) -> An
             listing = ", ".join(f"--{known}" for known in (*known_flags, "config.KEY"))
             hint = f"did you mean --{near[0]}?" if near else f"known: {listing}"
             raise ConfigError(f"unknown flag --{name}; {hint}")
+    unset = {arg: arg.split(".", 1)[1].removesuffix("=None") for arg in args if _NONE.fullmatch(arg)}
+    unset = {arg: key for arg, key in unset.items() if config_lib.KEYS[key].optional}
+    args = [arg for arg in args if arg not in unset]
     values = flags.FlagValues()
     try:
+        if unset:
+            config.update_from_flattened_dict(dict.fromkeys(unset.values()))
         config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=["", *args])
         left = values(["", *args])[1:]
     except TypeError as error:
@@ -188,17 +232,21 @@ def print_config(command: Command, config: Config) -> None:
     Console().print(table)
 
 
-def _make_configs_importable(path: pathlib.Path) -> None:
-    """Puts first on sys.path the folder whose ``configs`` package a config file imports.
+def _configs(path: pathlib.Path) -> pathlib.Path | None:
+    """The ``configs`` folder whose defaults a config file takes.
 
     That is the file's own, <folder>/configs/<file>.py, else the one beside this package (a checkout); so a
     config runs from any working directory and takes its defaults from its own checkout.
     """
-    for folder in (path.resolve().parent.parent, pathlib.Path(rljax.__file__).resolve().parent.parent):
-        if (folder / "configs" / "default.py").is_file():
-            if str(folder) not in sys.path[:1]:
-                sys.path.insert(0, str(folder))
-            return
+    beside = path.resolve().parent.parent, pathlib.Path(rljax.__file__).resolve().parent.parent
+    return next((folder / "configs" for folder in beside if (folder / "configs" / "default.py").is_file()), None)
+
+
+def _make_configs_importable(path: pathlib.Path) -> None:
+    """Puts first on sys.path the folder whose ``configs`` package a config file imports."""
+    folder = _configs(path)
+    if folder is not None and str(folder.parent) not in sys.path[:1]:
+        sys.path.insert(0, str(folder.parent))
 
 
 def _config_file_error(name: str, path: pathlib.Path, error: Exception) -> str:

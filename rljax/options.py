@@ -38,7 +38,7 @@ class OneOf(NamedTuple):
             return None
         near = difflib.get_close_matches(value, self.names, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        return f"is not known{hint}; known: {', '.join(self.names)}"
+        return f"is not known{hint}; known: {', '.join(name if name else repr(name) for name in self.names)}"
 
 
 class SomeOf(NamedTuple):
@@ -53,12 +53,72 @@ class SomeOf(NamedTuple):
         return f"is no list such as {','.join(self.names[:2])!r}; known: {', '.join(self.names)}"
 
 
+class FilesByName(NamedTuple):
+    """Pairs of one of these names and a file, "gsm8k:test.jsonl,math:math.json"; none, "", too."""
+
+    names: tuple[str, ...]
+
+    def complaint(self, value) -> str | None:
+        for pair in value.split(",") if value else ():
+            name, colon, file = pair.partition(":")
+            if name not in self.names or not colon or not file:
+                return f"is no list of NAME:FILE; {pair!r} is none. NAME: {', '.join(self.names)}"
+        return None
+
+
+class WeightedSum(NamedTuple):
+    """Names of these, each with a weight above 0 after a colon or without: "math:0.9+format:0.1"; or one, "math"."""
+
+    names: tuple[str, ...]
+
+    def complaint(self, value) -> str | None:
+        if value in self.names:
+            return None
+        terms = [re.fullmatch(r"\s*(\w+)\s*(?::\s*([0-9.]+(?:e-?[0-9]+)?)\s*)?", term) for term in value.split("+")]
+        given = [term.group(1) if term else "" for term in terms]
+        unknown = [name for name in given if not name or name not in self.names]
+        if unknown and unknown[0]:
+            return OneOf(self.names).complaint(unknown[0] if len(given) > 1 else value)
+        try:
+            positive = all(term and (term[2] is None or 0 < float(term[2]) < math.inf) for term in terms)
+        except ValueError:
+            positive = False
+        if positive and len(set(given)) == len(given):
+            return None
+        known = ", ".join(name for name in self.names if name)
+        return f"is no weighted sum such as 'math:0.9+format:0.1': each once of {known}, with a weight above 0"
+
+
+class OneOfOrPattern(NamedTuple):
+    """One of the named choices, or "regex:" and a regular expression."""
+
+    names: tuple[str, ...]
+
+    def complaint(self, value) -> str | None:
+        prefix, colon, pattern = value.partition(":")
+        if (prefix, colon) != ("regex", ":"):
+            return OneOf((*self.names, "regex:PATTERN")).complaint(value)
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            return f"is no regular expression: {error}"
+        return None
+
+
 class FileName(NamedTuple):
     """A string that can be a part of a folder's name."""
 
     def complaint(self, value) -> str | None:
         good = re.fullmatch(r"[\w.+-]+", value)
         return None if good else "is to be part of a folder's name: use letters, digits and _ . + -"
+
+
+class Address(NamedTuple):
+    """A host and a port, or none at all."""
+
+    def complaint(self, value) -> str | None:
+        good = re.fullmatch(r"|(\[[0-9A-Fa-f:.%]+\]|[\w.-]+):\d{1,5}", value)
+        return None if good else "is no address such as 'host-0:8476': a host, a colon and a port"
 
 
 class Holds(NamedTuple):
@@ -70,7 +130,9 @@ class Holds(NamedTuple):
         return None if not value or self.part in value else f"lacks {self.part}; write it where that is to stand"
 
 
-FILE_TASKS = ("file", "gsm8k", "math", "aime", "amc", "dapo_math")  # tasks whose problems stand in a data file
+# tasks whose problems stand in a data file
+FILE_TASKS = ("file", "choice", "sciknoweval", "gsm8k", "math", "aime", "amc", "dapo_math")
+GRADERS = ("", "math", "exact", "numeric", "choice", "own", "format", "length")
 MAX_INT32 = 2**31 - 1
 Seed = Annotated[int, Range(low=0, high=MAX_INT32)]
 Count = Annotated[int, Range(low=1, high=MAX_INT32)]
@@ -89,6 +151,7 @@ class ModelOptions:
     dtype: Annotated[str, OneOf(("float32", "bfloat16"))]
     compute_dtype: Annotated[str, OneOf(("", "float32", "bfloat16"))]
     remat: Annotated[str, OneOf(("none", "layer", "dots"))]
+    attention_chunk: CountOrOff
     token_chunk: Count
 
 
@@ -106,8 +169,13 @@ class TaskOptions:
     eval_path: str
     prompt_field: str
     answer_field: str
+    kind_field: str
+    choices_field: str
     gold: Annotated[str, OneOf(("", "as_is", "hash", "boxed"))]
-    grader: Annotated[str, OneOf(("", "math", "exact", "numeric"))]
+    grader: Annotated[str, WeightedSum(GRADERS)]
+    format: Annotated[str, OneOfOrPattern(("boxed", "think", "think_answer"))]
+    length_free: CountOrOff
+    length_max: CountOrOff
     template: Annotated[str, Holds("{prompt}")]
     stop: str
     chat: bool
@@ -116,6 +184,7 @@ class TaskOptions:
     train_prompts: CountOrOff
     eval_prompts: CountOrOff
     mix: str
+    options: str
     shots: CountOrOff
     shuffle_rewards: bool
 
@@ -132,6 +201,7 @@ class RolloutOptions:
     lanes: Count
     slots: Count
     segment: Count
+    columns: Count
     max_rounds: Count
 
 
@@ -238,10 +308,21 @@ class MeshOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class HostsOptions:
+    cluster: Annotated[str, OneOf(("", "slurm", "gcetpu", "gketpu", "k8s", "ompi", "mpi4py"))]
+    coordinator: Annotated[str, Address()]
+    count: CountOrOff
+    index: CountOrOff
+    start_timeout: Count
+    heartbeat_timeout: Count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalOptions:
     every: CountOrOff
     samples: Count
     temperature: NonNegative
+    tasks: Annotated[str, FilesByName(FILE_TASKS)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,6 +330,12 @@ class RewardsOptions:
     workers: Count
     cpu_seconds: Positive
     memory_mb: Count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MetricsOptions:
+    samples_every: CountOrOff
+    wandb: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -276,6 +363,8 @@ class Config:
     loss: LossOptions
     learner: LearnerOptions
     mesh: MeshOptions
+    hosts: HostsOptions
     eval: EvalOptions
     rewards: RewardsOptions
+    metrics: MetricsOptions
     checkpoint: CheckpointOptions

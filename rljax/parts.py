@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from rljax import budget, learner, prompts, rewards, runs, sharding, tasks
 from rljax import tokenizer as tokenizer_lib
@@ -17,7 +18,7 @@ from rljax.objectives import Settings
 from rljax.options import Config
 from rljax.types import LearnerState, RunState
 
-SAMPLES, EVALUATION, SELECTION, CONTROL, ACCEPTANCE = range(5)  # streams of random keys, folded from the seed
+SAMPLES, EVALUATION, SELECTION, CONTROL, ACCEPTANCE, RECORDS = range(6)  # streams of random keys, folded from the seed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class Parts:
     held_out: prompts.PromptSet
     allocator: budget.Uniform | budget.Cero
     step: Any  # learner.make_step's
+    learning_rate: optax.Schedule  # of the number of updates made
     reference: Any  # parameters of the KL's reference policy, or None
 
     def key(self, stream: int) -> jax.Array:
@@ -55,7 +57,8 @@ def make_mesh(config: Config):
 def load_model(config: Config, mesh, path: str):
     """(Model, params) of a checkpoint, as config.model says."""
     m = config.model
-    return hf.load(path, dtype=m.dtype, mesh=mesh, remat=m.remat, compute_dtype=m.compute_dtype)
+    how = {"remat": m.remat, "compute_dtype": m.compute_dtype, "attention_chunk": m.attention_chunk}
+    return hf.load(path, dtype=m.dtype, mesh=mesh, **how)
 
 
 def policy(config: Config, mesh):
@@ -68,10 +71,32 @@ def policy(config: Config, mesh):
     return attach_lora(model, params, adapters, jax.random.key(config.seed))
 
 
-def encode(config: Config, examples: list[dict], tokenizer: tokenizer_lib.Tokenizer, what: str) -> prompts.PromptSet:
-    """The examples' prompts as token ids; `what` names them in messages."""
-    limit = config.rollout.max_prompt_tokens
-    return prompts.encode(examples, tokenizer, limit, what, chat=config.task.chat, system=config.task.system)
+def make_tokenizer(config: Config, model, task: tasks.Task) -> tokenizer_lib.Tokenizer:
+    """The tokenizer of model.path, stopping as the task asks; ValueError where the model cannot make a stop id."""
+    tokenizer = tokenizer_lib.load(config.model.path)
+    unknown = [i for i in tokenizer.eos_ids if i >= model.config.vocab_size]
+    if unknown:
+        raise ValueError(
+            f"{config.model.path}: its end token {unknown[0]} is outside the model's vocabulary of"
+            f" {model.config.vocab_size} tokens, so no completion could end; correct eos_token_id"
+        )
+    return tokenizer.stopping_at(task.stop)
+
+
+def encode(config: Config, model, examples: list[dict], tokenizer, what: str) -> prompts.PromptSet:
+    """The examples' prompts as token ids; `what` names them in messages.
+
+    Raises ValueError where none fits, or where the model's vocabulary lacks a token of one.
+    """
+    limit, vocabulary = config.rollout.max_prompt_tokens, model.config.vocab_size
+    found = prompts.encode(examples, tokenizer, limit, what, chat=config.task.chat, system=config.task.system)
+    for example, ids in zip(found.examples, found.tokens, strict=True):
+        if max(ids) >= vocabulary:
+            raise ValueError(
+                f"{config.model.path}: the {what} prompt {example['prompt'][:60]!r} has token {max(ids)}, but the"
+                f" model's vocabulary has {vocabulary} tokens; tokenizer and weights are not of one model"
+            )
+    return found
 
 
 def build(config: Config, task: tasks.Task, pool: rewards.RewardPool) -> tuple[Parts, RunState]:
@@ -79,8 +104,10 @@ def build(config: Config, task: tasks.Task, pool: rewards.RewardPool) -> tuple[P
     mesh = make_mesh(config)
     load = functools.partial(load_model, config, mesh)
     model, params = policy(config, mesh)
-    tokenizer = tokenizer_lib.load(config.model.path).stopping_at(task.stop)
-    train = encode(config, task.train, tokenizer, "training")
+    tokenizer = make_tokenizer(config, model, task)
+    if not task.train:
+        raise ValueError(f"task {task.name!r} has no training prompts; give it some, of a data file by task.path")
+    train = encode(config, model, task.train, tokenizer, "training")
     updates = runs.total_steps(config) * config.learner.minibatches * config.learner.epochs
     optimizer, actor_model, actor, actor_optimizer = learner.make_optimizer(config.learner, updates), None, None, None
     if config.actor.path:
@@ -111,9 +138,10 @@ def build(config: Config, task: tasks.Task, pool: rewards.RewardPool) -> tuple[P
         tokenizer=tokenizer,
         pool=pool,
         stream=prompts.Stream(train, config.seed),
-        held_out=encode(config, task.eval, tokenizer, "held-out"),
+        held_out=encode(config, model, task.eval, tokenizer, "held-out"),
         allocator=budget.from_config(config, len(train)),
         step=learner.make_step(settings, optimizer, state, actor_optimizer),
+        learning_rate=learner.make_schedule(config.learner, updates),
         reference=reference(config, state, load) if config.loss.kl_coef > 0 else None,
     )
     totals = {"rollouts": 0, "wall_s": 0.0, "stage_s": {}, "eval": {}}

@@ -62,6 +62,7 @@ def main(fd: int) -> None:
         # a preempted run may need rewards to end its step. Not SIG_IGN, which the programs that a grader
         # starts would inherit
         signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # rewards.py started this with it blocked
     link = Connection(fd)
     payload, limits = link.recv()
     try:

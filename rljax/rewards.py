@@ -6,23 +6,26 @@ that no exception or thread can stop. Hence processes; rljax/reward_server.py is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
 
+from rljax import preemption
 from rljax.reward_server import CHUNK, ERROR, TIMEOUT, UNSCORABLE, Grade, Limits
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 START_SECONDS = 120.0  # for the server to import the grader's modules
 STOP_SECONDS = 5.0
+POLL_SECONDS = 0.2  # between looks for a SIGTERM while rewards are waited for
 SERVER_CODE = "import sys; sys.path[:] = {path!r}; from rljax.reward_server import main; main({fd})"
 
 
@@ -203,7 +207,7 @@ def _start_server() -> tuple[Connection, subprocess.Popen]:
     ours, theirs = Pipe()
     # threads of math libraries would not survive the server's forks, and their stacks count as memory
     env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    with theirs:
+    with theirs, _sigterm_blocked():
         code = SERVER_CODE.format(path=[str(entry) for entry in sys.path], fd=theirs.fileno())
         server = subprocess.Popen(
             [sys.executable, "-u", "-c", code],  # unbuffered: what a grader prints outlives its worker
@@ -213,6 +217,16 @@ def _start_server() -> tuple[Connection, subprocess.Popen]:
             env=env,
         )
     return ours, server
+
+
+@contextlib.contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """Of a process started inside, SIGTERM waits until its handler stands and it unblocks it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _stop_server(link: Connection, server: subprocess.Popen, lock: threading.Lock) -> None:
@@ -248,19 +262,35 @@ def _read(link: Connection, jobs: dict[int, _Job], lock: threading.Lock) -> None
         job.future.set_exception(RuntimeError("the reward pool was closed, or died, before the job's end"))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share:
+    """Which of `count` processes this one is; each scores the prompts whose number modulo `count` is its `index`.
+
+    gather: a value of plain JSON data → every process's, in order; all of them call it.
+    """
+
+    index: int
+    count: int
+    gather: Callable[[Any], list]
+
+
+ALONE = Share(index=0, count=1, gather=lambda value: [value])
+
+
 class StreamingScorer:
     """Scores rollouts as their rows end, while others decode; `sampling.generate` calls it between segments.
 
-    pool: where they are graded. tokenizer: for the texts. prompts: whose examples the grader sees.
+    pool: where they are graded. tokenizer: for the texts. prompts: whose examples the grader sees. share: of several
+    processes that hold the same rollouts.
     """
 
-    def __init__(self, pool: RewardPool, tokenizer: Tokenizer, prompts: Prompts):
-        self._pool, self._tokenizer, self._prompts = pool, tokenizer, prompts
+    def __init__(self, pool: RewardPool, tokenizer: Tokenizer, prompts: Prompts, share: Share = ALONE):
+        self._pool, self._tokenizer, self._prompts, self._share = pool, tokenizer, prompts, share
         self._parts: list[tuple[np.ndarray, Future[Scores]]] = []
         self.texts: dict[int, str] = {}  # row → what the grader saw
 
     def __call__(self, rollouts: Rollouts, rows: np.ndarray) -> None:
-        """Submits the rows (numbers in rollouts) that have just ended.
+        """Submits the rows (numbers in rollouts) that have just ended, of this process's share.
 
         A tag that the chat template opened for the answer (<think>) stands before the text.
         """
@@ -269,16 +299,22 @@ class StreamingScorer:
         opened = {group: self._tokenizer.prefilled(self._prompts.tokens[group]) for group in set(groups)}
         texts = [opened[group] + self._tokenizer.completion(row) for group, row in zip(groups, ids, strict=True)]
         self.texts.update(zip(rows.tolist(), texts, strict=True))
-        examples = [self._prompts.examples[rollouts.group[row]] for row in rows]
-        self._parts.append((rows, self._pool.submit(texts, examples)))
+        own = rows[rollouts.group[rows] % self._share.count == self._share.index]
+        examples = [self._prompts.examples[rollouts.group[row]] for row in own]
+        self._parts.append((own, self._pool.submit([self.texts[row] for row in own.tolist()], examples)))
 
     def result(self, num_rows: int) -> Scores:
-        """Waits for all num_rows rows; their Scores in the rollouts' order. ValueError if some never came."""
+        """Waits for all num_rows rows; the Scores of all processes in the rollouts' order.
+
+        Raises ValueError if some never came, and preemption.Preempted where a run that watches was told to end.
+        """
+        everyone = self._share.gather(self._own())
+        preemption.check()  # raises where one of them is None
         rewards, seen = np.full(num_rows, np.nan, np.float32), np.zeros(num_rows, int)
-        scores = [(rows, part.result()) for rows, part in self._parts]
-        for rows, part in scores:
-            rewards[rows] = part.rewards
-            np.add.at(seen, rows, 1)
+        scores = [part for parts in everyone for part in parts]
+        for part in scores:
+            rewards[part["rows"]] = part["rewards"]
+            np.add.at(seen, part["rows"], 1)
         if not (seen == 1).all():
             raise ValueError(
                 f"of {num_rows} rollouts {(seen == 0).sum()} were never submitted for scoring and "
@@ -286,8 +322,15 @@ class StreamingScorer:
             )
         return Scores(
             rewards=rewards,
-            unscorable=sum(part.unscorable for _, part in scores),
-            errors=sum(part.errors for _, part in scores),
-            timeouts=sum(part.timeouts for _, part in scores),
-            first_error=next((part.first_error for _, part in scores if part.first_error is not None), None),
+            **{name: sum(part[name] for part in scores) for name in ("unscorable", "errors", "timeouts")},
+            first_error=next((part["first_error"] for part in scores if part["first_error"] is not None), None),
         )
+
+    def _own(self) -> list[dict] | None:
+        """The Scores of this process's submissions, as plain data; None where it was told to end before they came."""
+        for _, part in self._parts:
+            while not wait([part], POLL_SECONDS).done:
+                if preemption.requested():
+                    return None
+        scored = [(rows.tolist(), part.result()) for rows, part in self._parts]
+        return [{"rows": rows} | dataclasses.asdict(part) | {"rewards": part.rewards.tolist()} for rows, part in scored]

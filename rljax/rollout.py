@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from rljax import sampling
+from rljax import sampling, sharding
 from rljax.models import Model
 from rljax.options import RolloutOptions
 from rljax.types import Prompts, Rollouts
@@ -30,8 +30,11 @@ def generate(
 ) -> Rollouts:
     """counts[P] completions of each prompt, by the options' limits, temperature and lanes × slots.
 
+    Lanes and slots that a step of options.prompts × options.samples could never fill are left out.
     temperature, lanes, slots: instead of the options' (evaluation has others). on_finished: sampling.generate.
     """
+    shards = sharding.size(sharding.mesh_of(params), "prompts")
+    most = min(options.lanes, -(-options.prompts // shards) * shards), min(options.slots, options.samples)
     return sampling.generate(
         model,
         params,
@@ -44,9 +47,10 @@ def generate(
         top_p=options.top_p,
         stop_ids=stop_ids,
         draws=prompts.draws,
-        lanes=options.lanes if lanes is None else lanes,
-        slots=options.slots if slots is None else slots,
+        lanes=most[0] if lanes is None else lanes,
+        slots=most[1] if slots is None else slots,
         segment=options.segment,
+        columns=options.columns,
         prompt_capacity=options.max_prompt_tokens,
         top_logprobs=top_logprobs,
         on_finished=on_finished,

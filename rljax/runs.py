@@ -1,17 +1,19 @@
-"""A run seen from outside: its folder, what it says about itself at start and end, and its warnings."""
+"""A run seen from outside: its folder, and what it says about itself at start and end."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import importlib
 import math
 import pathlib
 
 import jax
 
+from rljax import batching, metrics, plan
 from rljax import config as config_lib
-from rljax import metrics
 from rljax.config import ConfigError
 from rljax.options import Config
+from rljax.types import RunState
 
 CONFIG_FILE = "config.json"
 
@@ -20,14 +22,16 @@ def claim(config: Config, workdir: pathlib.Path) -> None:
     """Writes config.json into a new run folder; in one that holds a run, checks that it is this config's.
 
     A folder with neither metrics nor checkpoints (its run was refused: a checkpoint that is missing, a mesh
-    that does not divide) is new. Raises ConfigError that names the keys that differ, or an unreadable file.
+    that does not divide) is new. Raises ConfigError that names the keys that differ, an unreadable file, or what
+    is asked for and not installed.
     """
+    check_wandb(config)
     file = workdir / CONFIG_FILE
     begun = (workdir / metrics.METRICS_FILE).exists() or any(workdir.glob("checkpoints/*"))
     if begun and not file.exists():
         raise ConfigError(f"--workdir={workdir} holds a run without its {CONFIG_FILE}; name another folder")
     if file.exists():
-        saved = _read_config(file)
+        saved = config_lib.read_saved(file)
         found = config_lib.differences(config, saved) if begun else {}
         if found:
             listed = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, (old, new) in found.items())
@@ -41,26 +45,35 @@ def claim(config: Config, workdir: pathlib.Path) -> None:
         raise ConfigError(f"--workdir={workdir} cannot be written to ({error}); name another folder") from error
 
 
+def check_wandb(config: Config) -> None:
+    """Raises ConfigError where Weights & Biases is asked for and not installed."""
+    if not config.metrics.wandb:
+        return
+    try:
+        importlib.import_module("wandb")
+    except ImportError as error:
+        raise ConfigError(
+            f"metrics.wandb = {config.metrics.wandb!r} needs Weights & Biases, which is not installed; run"
+            " pip install 'rljax[wandb]' (or pip install wandb), or set metrics.wandb to ''"
+        ) from error
+
+
+def for_wandb(config: Config) -> dict | None:
+    """What wandb.init is given for a run; None where metrics.wandb is off."""
+    if not config.metrics.wandb:
+        return None
+    return {"project": config.metrics.wandb, "name": config.name, "config": config_lib.to_dict(config)}
+
+
 def check_model(config: Config, workdir: pathlib.Path) -> None:
     """Raises ConfigError where a run folder's checkpoints are of another model or other adapters than the config's."""
-    found = config_lib.differences(config, _read_config(workdir / CONFIG_FILE))
+    found = config_lib.differences(config, config_lib.read_saved(workdir / CONFIG_FILE))
     adapted = config.lora.rank > 0 or "lora.rank" in found
     ours = ("model.path", "lora.") if adapted else ("model.path",)
     other = {key: pair for key, pair in found.items() if key.startswith(ours)}
     if other:
         listed = "; ".join(f"{key} is {old!r} there and {new!r} here" for key, (old, new) in other.items())
         raise ConfigError(f"--workdir={workdir} holds checkpoints of another model: {listed}. Give what the run had")
-
-
-def _read_config(file: pathlib.Path) -> dict:
-    """What a run folder's config.json holds; ConfigError if it is no run's."""
-    try:
-        saved = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON ({error}); name another run folder") from error
-    if not isinstance(saved, dict) or not {"rollout", "budget"} <= saved.keys():
-        raise ConfigError(f"{file} is not the config of a run; name another run folder")
-    return saved
 
 
 def check_finite(line: dict, step: int) -> None:
@@ -86,7 +99,23 @@ def resumed(config: Config, state, over: bool) -> tuple[str, str]:
     return "resumed", f"at step {state.step}, {spent}"
 
 
-def describe(config: Config, model, learner, mesh, prompts, held_out, dropped) -> list[tuple[str, str]]:
+UNWRITTEN = "unwritten"  # key of a state's totals
+
+
+def with_unwritten(state: RunState, line: dict, record: dict | None) -> RunState:
+    """The state with the metrics and records of its step, which is to be evaluated yet; a checkpoint keeps them."""
+    plain = {name: metrics.plain(name, value) for name, value in line.items()}
+    return dataclasses.replace(state, totals=state.totals | {UNWRITTEN: {"line": plain, "record": record}})
+
+
+def unwritten(state: RunState) -> tuple[RunState, dict | None, dict | None]:
+    """The state without what `with_unwritten` added, and that; None where the step's line is written."""
+    totals = dict(state.totals)
+    kept = totals.pop(UNWRITTEN, {"line": None, "record": None})
+    return dataclasses.replace(state, totals=totals), kept["line"], kept["record"]
+
+
+def describe(config: Config, model, actor_model, learner, mesh, prompts, held_out, dropped) -> list[tuple[str, str]]:
     """Rows of the start-up table. prompts, held_out: prompts.PromptSet. dropped: tasks.base.Task's."""
     trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (learner.params, learner.frozen))
     of_them = f", {trained:,} of them trained" if frozen else ""
@@ -94,39 +123,49 @@ def describe(config: Config, model, learner, mesh, prompts, held_out, dropped) -
     axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
     keep = "all" if config.pods.rule == "all" else f"{config.pods.keep} by {config.pods.rule}"
     kind = model.config.model_type
-    too_long = prompts.dropped + held_out.dropped
-    left_out = {**dropped, **({f"longer than {r.max_prompt_tokens} tokens": too_long} if too_long else {})}
+    sets = {"training prompts": prompts.dropped, "held-out prompts": held_out.dropped}
+    too_long = {f"{what} longer than {r.max_prompt_tokens} tokens": count for what, count in sets.items() if count}
+    left_out = {**dropped, **too_long}
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
     without = f"; left out: {reasons}" if reasons else ""
     actor = config.actor.path if config.actor.path else config.actor.dtype
     by = [("actor", f"{actor} makes the rollouts; reward and effective are its own")] if actor else []
+    devices = f"{mesh.devices.size} {mesh.devices.flat[0].platform} device{'s' if mesh.devices.size > 1 else ''}"
     return [
         ("model", f"{config.model.path} ({kind}, {trained + frozen:,} parameters{of_them}, {config.model.dtype})"),
         *by,
         ("task", f"{config.task.name}: {len(prompts):,} training prompts, {len(held_out):,} held out{without}"),
         ("step", f"{r.prompts} prompts × {r.samples} rollouts of ≤ {r.max_new_tokens} tokens, kept: {keep}"),
+        ("shapes", shapes(config)),
         ("budget", f"{b.rollouts:,} rollouts, {b.rule}; about {total_steps(config):,} steps"),
-        ("mesh", f"{axes} ({mesh.devices.size} {mesh.devices.flat[0].platform} devices)"),
+        ("mesh", f"{axes} ({devices})"),
+        ("memory", memory(plan.state_bytes(config, model.config, mesh, actor_model and actor_model.config), mesh)),
     ]
 
 
-def warnings(line: dict) -> list[str]:
-    """What in a step's metrics deserves a loud word."""
-    out = []
-    if line["rollouts/truncated"] > 0.5:
-        out.append(
-            f"{line['rollouts/truncated']:.0%} of the rollouts were cut at the token limit; "
-            "raise rollout.max_new_tokens"
-        )
-    if line["train/unscorable"] > 0:
-        out.append(f"{line['train/unscorable']} rollouts could not be scored; they carry no gradient")
-    if line["train/grader_timeouts"] > 0:
-        out.append(
-            f"{line['train/grader_timeouts']} rollouts hung or crashed the grader and scored 0; see rewards.cpu_seconds"
-        )
-    if line["train/grader_errors"] > 0:
-        out.append(f"the grader raised, in {line['train/grader_errors']} rollouts: {line['train/first_error']}")
-    return out
+def shapes(config: Config) -> str:
+    """The static shapes that a run compiles for: of decoding, and the widths of an update's rows."""
+    r = config.rollout
+    prompt, completion = (
+        "/".join(map(str, batching.buckets(limit))) for limit in (r.max_prompt_tokens, r.max_new_tokens)
+    )
+    return (
+        f"decode {min(r.lanes, r.prompts)} lanes × {min(r.slots, r.samples)} slots; learn {r.prompts} × {config.pods.keep} rows,"
+        f" padded to {prompt} + {completion} tokens"
+    )
+
+
+def memory(held: plan.StateBytes, mesh) -> str:
+    """Bytes on a device of parameters, optimizer and gradients, and what it has where it says so."""
+    stats = mesh.local_devices[0].memory_stats()  # None on CPUs
+    of = f" of {_size(stats['bytes_limit'])}" if stats is not None and "bytes_limit" in stats else ""
+    return f"{_size(held.total)}{of} a device for the learner; caches and activations come on top"
+
+
+def _size(count: int) -> str:
+    """1536 → "1.5 KiB"."""
+    power = min(max(count, 1).bit_length() // 10, 4)
+    return f"{count / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def unspent(config: Config, state) -> str | None:

@@ -2,7 +2,8 @@
 
 A lane is bound to one prompt, whose keys and values it holds once; its slots decode that prompt's samples. A
 slot whose row has ended takes the prompt's next sample; a lane with none left takes the next prompt. Rows
-start at any time, so caches and outputs are rings that all rows write at the same column (Decoder.decode).
+start at any time, so caches and outputs are rings that all rows write at the same column (Decoder.decode). The rings
+begin short, and double when a row is about to outgrow them: a step costs what the rows are long, not what they may be.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax import drawing, sharding
+from rljax import drawing, preemption, sharding
 from rljax.models.transformer import KV, Model, Prefix
 from rljax.slots import Board, Refill
 from rljax.types import Array, Rollouts, pytree
@@ -25,7 +26,7 @@ from rljax.types import Array, Rollouts, pytree
 class Shape:
     """The static half of a pool. Each distinct value compiles once.
 
-    prompt_tokens: S. columns: C, the most tokens a row may have. segment: decode steps between refills.
+    prompt_tokens: S. columns: C, the tokens of a row that the rings hold. segment: decode steps between refills.
     top_k, top_p, min_p: filters of the sampled distribution (0, 1, 0 are off).
     top_logprobs: k recorded a token.
     """
@@ -42,6 +43,9 @@ class Shape:
     top_logprobs: int = 0
 
 
+RINGS = ("tokens", "logprobs", "top_ids", "top_logprobs")  # of a pool, beside its cache
+
+
 @pytree
 class Pool:
     """Device state of the engine; every array leads with lanes (caches: layers, then lanes)."""
@@ -49,7 +53,7 @@ class Pool:
     prefix: Prefix
     first: Array  # int32[lanes], the last prompt token: each row's first input
     draw: Array  # uint32[lanes]
-    cache: KV  # [L, lanes, slots, KV, C, D]
+    cache: KV  # [L, lanes, KV, slots, C, D]
     token: Array  # int32[lanes, slots], the next input
     index: Array  # int32[lanes, slots], tokens sampled so far
     limit: Array  # int32[lanes, slots], the most tokens of the row
@@ -76,7 +80,7 @@ def _new_pool(model: Model, dtype, shape: Shape) -> Pool:
         prefix=Prefix(kv(c.num_kv_heads, S), jnp.zeros((lanes, S), bool), jnp.zeros((lanes, S), jnp.int32)),
         first=jnp.zeros(lanes, jnp.int32),
         draw=jnp.zeros(lanes, jnp.uint32),
-        cache=kv(slots, c.num_kv_heads, C),
+        cache=kv(c.num_kv_heads, slots, C),
         token=ints,
         index=ints,
         limit=ints,
@@ -100,16 +104,38 @@ def _pool_maker(model: Model, dtype, shape: Shape, mesh):
 
 def _pool_shardings(mesh, pool: Pool) -> Pool:
     """Lanes are split as prompts are; the heads of the caches over the tensor axis where they divide."""
-    heads = pool.cache.k.shape[3]
+    heads = pool.cache.k.shape[2]
     split = "kv_heads" if heads % sharding.size(mesh, "kv_heads") == 0 else None
     spec = functools.partial(sharding.named, mesh, "layers", "prompts")
     rest = sharding.by_prompt(mesh, dataclasses.replace(pool, cache=(), clock=(), prefix=()))
     return dataclasses.replace(
         rest,
-        cache=KV(*[spec(None, split, None, None)] * 2),
+        cache=KV(*[spec(split, None, None, None)] * 2),
         prefix=Prefix(KV(*[spec(split, None, None)] * 2), *[sharding.named(mesh, "prompts", None)] * 2),
         clock=sharding.replicated(mesh),
     )
+
+
+@functools.lru_cache
+def _grower(model: Model, dtype, shape: Shape, mesh):
+    """(cache, other rings by name, clock) → the same with shape.columns: every value stays at its clock."""
+
+    def grow(cache: KV, rings: dict, clock):
+        age = (clock - 1 - jnp.arange(shape.columns)) % shape.columns  # steps since a new column was to be written
+        source = (clock - 1 - age) % rings["tokens"].shape[2]  # of columns older than the old ring nothing is read
+        return (
+            jax.tree.map(lambda kv: jnp.take(kv, source, axis=4), cache),
+            jax.tree.map(lambda ring: jnp.take(ring, source, axis=2), rings),
+        )
+
+    where = _pool_shardings(mesh, jax.eval_shape(functools.partial(_new_pool, model, dtype, shape)))
+    return jax.jit(grow, out_shardings=(where.cache, {name: getattr(where, name) for name in RINGS}))
+
+
+def _grown(pool: Pool, model: Model, dtype, shape: Shape, mesh) -> Pool:
+    rings = {name: getattr(pool, name) for name in RINGS}
+    cache, rings = _grower(model, dtype, shape, mesh)(pool.cache, rings, pool.clock)
+    return dataclasses.replace(pool, cache=cache, **rings)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="pool")
@@ -217,6 +243,7 @@ def generate(
     lanes: int | None = None,
     slots: int | None = None,
     segment: int = 32,
+    columns: int = 256,
     prompt_capacity: int | None = None,
     on_finished: Callable[[Rollouts, np.ndarray], None] | None = None,
 ) -> Rollouts:
@@ -227,14 +254,17 @@ def generate(
     (the last is repeated); 0 is greedy. stop_ids end a row and stay in it. top_k, top_p, min_p:
     drawing.filter_logits. top_logprobs: k most likely tokens recorded a step.
     draws: int[P], the coordinates of the random keys fold_in(key, draw, sample, position); default 0…P-1.
-    lanes × slots rows decode at once (default: everything). prompt_capacity: pads prompts to at least this.
+    lanes × slots rows decode at once (default: everything). columns: tokens of a row that its cache holds at first;
+    doubled for rows that outgrow it. prompt_capacity: pads prompts to at least this.
     on_finished(rollouts, rows) is called between segments with the rows that have just ended.
-    Returns Rollouts with R rows. Raises ValueError for an empty prompt or a number out of its range.
+    Returns Rollouts with R rows. Raises ValueError for an empty prompt or a number out of its range, and
+    preemption.Preempted between segments where a run that watches for it was told to end.
     """
     counts = np.broadcast_to(np.asarray(num_samples, np.int64), (len(prompts),))
     streams = np.arange(len(prompts)) if draws is None else np.asarray(draws)
     _check_prompts(prompts, counts, streams)
     limits = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (int(counts.sum()),))
+    T = int(np.max(max_new_tokens, initial=1))
     temperatures = np.atleast_1d(np.asarray(temperature, np.float32))
     mesh = sharding.mesh_of(params)
     shards = sharding.size(mesh, "prompts")
@@ -246,7 +276,7 @@ def generate(
         lanes=lanes,
         slots=max(1, int(counts.max(initial=1))) if slots is None else slots,
         prompt_tokens=max(longest, 1 if prompt_capacity is None else prompt_capacity),
-        columns=int(np.max(max_new_tokens, initial=1)),
+        columns=min(columns, T),
         segment=segment,
         stop_ids=tuple(stop_ids),
         top_k=top_k,
@@ -255,20 +285,26 @@ def generate(
         top_logprobs=top_logprobs,
     )
     _check_numbers(shape, limits, temperatures, model.config.vocab_size)
-    board = Board(counts, lanes=lanes, slots=shape.slots, columns=shape.columns, top_logprobs=top_logprobs)
-    pool = _pool_maker(model, model.cache_dtype(params), shape, mesh)()
+    rings = {"columns": shape.columns, "top_logprobs": top_logprobs}
+    board = Board(counts, limits, tokens=T, lanes=lanes, slots=shape.slots, **rings)
+    dtype = model.cache_dtype(params)
+    pool = _pool_maker(model, dtype, shape, mesh)()
     params = model.cast(params)
     while True:
         for chunk in _chunks(board.bind(), lanes):
             pool = _bind(params, pool, *_bind_arguments(chunk, prompts, streams, shape, mesh), model=model)
-        refill = board.refill(limits, temperatures)
+        refill = board.refill(temperatures)
         if not (board.row >= 0).any():
             return board.rollouts
+        if (needed := board.outgrown(segment)) > shape.columns:
+            shape = dataclasses.replace(shape, columns=needed)
+            pool = _grown(pool, model, dtype, shape, mesh)
         refill = sharding.put_by_prompt(mesh, refill)
         pool = _decode_segment(params, pool, refill, key, model=model, shape=shape)
         ended = board.harvest(pool)
         if on_finished is not None and len(ended):
             on_finished(board.rollouts, ended)
+        preemption.check()
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], counts: np.ndarray, draws: np.ndarray) -> None:
@@ -288,6 +324,7 @@ def _check_numbers(shape: Shape, limits: np.ndarray, temperatures: np.ndarray, v
         ("lanes", shape.lanes, shape.lanes >= 1, "at least 1"),
         ("slots", shape.slots, shape.slots >= 1, "at least 1"),
         ("segment", shape.segment, shape.segment >= 1, "at least 1"),
+        ("columns", shape.columns, shape.columns >= 1, "at least 1"),
         ("top_k", shape.top_k, shape.top_k >= 0, "at least 0, which is off"),
         ("top_p", shape.top_p, 0 < shape.top_p <= 1, "above 0 and at most 1, which is off"),
         ("min_p", shape.min_p, 0 <= shape.min_p <= 1, "between 0, which is off, and 1"),
@@ -319,4 +356,4 @@ def _bind_arguments(chunk, prompts, draws, shape: Shape, mesh):
             tokens[i, : len(prompt)] = prompt
             lengths[i] = len(prompt)
             ids[i] = draws[c[1]]
-    return jax.device_put((lanes, tokens, lengths, ids), sharding.replicated(mesh))
+    return sharding.put(mesh, (lanes, tokens, lengths, ids), sharding.replicated(mesh))

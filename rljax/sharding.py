@@ -6,10 +6,12 @@ caches are sharded by prompt.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -33,7 +35,7 @@ RULES: dict[str, tuple[str, ...]] = {
 def make_mesh(*, data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> Mesh:
     """A mesh of all devices; one axis may be -1 and takes what the others leave.
 
-    Raises ValueError if the axes' product is not the number of devices.
+    Raises ValueError if the axes' product is not the number of devices, or if no axis divides over their slices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
@@ -52,7 +54,27 @@ def make_mesh(*, data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -
         )
     if free:
         sizes[free[0]] = len(devices) // fixed
-    return Mesh(np.asarray(devices).reshape([sizes[a] for a in MESH_AXES]), MESH_AXES)
+    return Mesh(_arranged(devices, sizes), MESH_AXES)
+
+
+def _arranged(devices, sizes: dict[str, int]) -> np.ndarray:
+    """The devices by the axes' sizes, so that the inner axes lie along the fastest links.
+
+    Slices, which a slower network joins, are split along the outermost axis whose size they divide.
+    """
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    outer = next((axis for axis in MESH_AXES if sizes[axis] % slices == 0), None)
+    if outer is None:
+        asked = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+        raise ValueError(
+            f"none of {asked} divides over the {slices} slices of the {len(devices)} devices; make one of them a"
+            f" multiple of {slices}, best mesh.data"
+        )
+    across = [slices if axis == outer else 1 for axis in MESH_AXES]
+    within = [sizes[axis] // n for axis, n in zip(MESH_AXES, across, strict=True)]
+    if slices == 1:
+        return mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
 
 
 def single_device_mesh() -> Mesh:
@@ -126,9 +148,45 @@ def mesh_of(tree) -> Mesh:
     return make_mesh(data=1, devices=list(where.device_set)[:1])
 
 
+def put(mesh: Mesh, tree, where):
+    """Host arrays → device arrays, sharded by `where` (a tree of shardings, or one for all).
+
+    Each process of a run on several hosts has the whole arrays, and places the parts of its own devices.
+    """
+    if not mesh.is_multi_process:
+        return jax.device_put(tree, where)
+
+    def one(leaf, sharded):
+        return jax.make_array_from_callback(leaf.shape, sharded, lambda index: leaf[index])
+
+    where = jax.tree.map(lambda _: where, tree) if isinstance(where, NamedSharding) else where
+    return jax.tree.map(one, tree, where)
+
+
 def put_by_prompt(mesh: Mesh, tree):
     """Host arrays → device arrays, split along their leading prompt axis."""
-    return jax.device_put(tree, by_prompt(mesh, tree))
+    return put(mesh, tree, by_prompt(mesh, tree))
+
+
+def fetch(tree):
+    """Device arrays → host arrays, whole in every process. On several hosts all processes call it."""
+    spread = [leaf for leaf in _spread(tree) if not leaf.is_fully_replicated]
+    return jax.device_get(_whole(mesh_of(spread))(tree) if spread else tree)
+
+
+def writes(tree) -> bool:
+    """Whether this process writes the arrays to a file: all do with arrays of their own, else process 0."""
+    return jax.process_index() == 0 or not _spread(tree)
+
+
+def _spread(tree) -> list[jax.Array]:
+    """The arrays that lie on devices of several processes."""
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not x.is_fully_addressable]
+
+
+@functools.lru_cache
+def _whole(mesh: Mesh):
+    return jax.jit(lambda tree: tree, out_shardings=replicated(mesh))
 
 
 def like_params(tree, params_shardings_tree, mesh: Mesh):

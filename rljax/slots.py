@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 
+from rljax import sharding
 from rljax.types import Array, Rollouts, pytree
 
 
@@ -21,21 +21,32 @@ class Refill:
 class Board:
     """Host-side bookkeeping: which lane holds which prompt, which slot which sample, and what has ended."""
 
-    def __init__(self, counts: np.ndarray, *, lanes: int, slots: int, columns: int, top_logprobs: int):
-        """counts: int[P], samples of each prompt. columns: C of the pool's rings. top_logprobs: k."""
-        self.counts, self.columns = counts, columns
+    def __init__(
+        self,
+        counts: np.ndarray,
+        limits: np.ndarray,
+        *,
+        tokens: int,
+        lanes: int,
+        slots: int,
+        columns: int,
+        top_logprobs: int,
+    ):
+        """counts: int[P], samples of each prompt. limits: int[R], most tokens of each row. tokens: T, most of any.
+        columns: C of the pool's rings at first. top_logprobs: k."""
+        self.counts, self.limits, self.most, self.columns = counts, limits, tokens, columns
         self.offset = np.concatenate([[0], np.cumsum(counts)])  # first row of each prompt
-        R, k = int(self.offset[-1]), top_logprobs
+        R, T, k = int(self.offset[-1]), tokens, top_logprobs
         group = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         self.rollouts = Rollouts(
-            tokens=np.zeros((R, columns), np.int32),
-            logprobs=np.zeros((R, columns), np.float32),
+            tokens=np.zeros((R, T), np.int32),
+            logprobs=np.zeros((R, T), np.float32),
             lengths=np.zeros(R, np.int32),
             group=group,
             sample=(np.arange(R) - self.offset[group]).astype(np.int32),
             truncated=np.zeros(R, bool),
-            top_ids=np.zeros((R, columns, k), np.int32),
-            top_logprobs=np.zeros((R, columns, k), np.float32),
+            top_ids=np.zeros((R, T, k), np.int32),
+            top_logprobs=np.zeros((R, T, k), np.float32),
         )
         self.waiting = [p for p in range(len(counts)) if counts[p] > 0][::-1]  # next prompt last
         self.lane_prompt = np.full(lanes, -1)
@@ -56,11 +67,8 @@ class Board:
                 bound.append((int(lane), int(self.lane_prompt[lane])))
         return bound
 
-    def refill(self, limits: np.ndarray, temperatures: np.ndarray) -> Refill:
-        """Fills idle slots with their lane's next samples.
-
-        limits: [R]. temperatures: by sample, the last is repeated.
-        """
+    def refill(self, temperatures: np.ndarray) -> Refill:
+        """Fills idle slots with their lane's next samples. temperatures: by sample, the last is repeated."""
         grid = self.row.shape
         out = Refill(
             start=np.zeros(grid, bool),
@@ -78,25 +86,33 @@ class Board:
             self.start[lane, free] = self.clock
             out.start[lane, free] = True
             out.sample[lane, free] = samples
-            out.limit[lane, free] = limits[self.row[lane, free]]
+            out.limit[lane, free] = self.limits[self.row[lane, free]]
             out.temperature[lane, free] = temperatures[np.minimum(samples, len(temperatures) - 1)]
         return out
 
+    def outgrown(self, steps: int) -> int:
+        """Columns of rings that hold every row for `steps` more steps: the present ones, doubled as often as needed."""
+        live = self.row >= 0
+        lengths = np.minimum(self.clock - self.start[live] + steps, self.limits[self.row[live]])
+        while self.columns < lengths.max(initial=0):
+            self.columns = min(2 * self.columns, self.most)
+        return self.columns
+
     def harvest(self, pool) -> np.ndarray:
         """Copies rows that have ended out of the pool (sampling.Pool); returns their row numbers."""
-        active, self.clock = jax.device_get((pool.active, pool.clock))
+        active, self.clock = sharding.fetch((pool.active, pool.clock))
         self.clock = int(self.clock)
         lanes, slots = np.nonzero((self.row >= 0) & ~active)
         if len(lanes) == 0:
             return np.zeros(0, np.int64)
         rows, r = self.row[lanes, slots], self.rollouts
-        index, truncated, *rings = jax.device_get(
+        index, truncated, *rings = sharding.fetch(
             (pool.index, pool.truncated, pool.tokens, pool.logprobs, pool.top_ids, pool.top_logprobs)
         )
         r.lengths[rows] = index[lanes, slots]
         r.truncated[rows] = truncated[lanes, slots]
         steps = np.arange(r.tokens.shape[1])
-        columns = (self.start[lanes, slots][:, None] + steps) % self.columns
+        columns = (self.start[lanes, slots][:, None] + steps) % self.columns  # past a row's length they mean nothing
         inside = steps < r.lengths[rows][:, None]
         for ring, out in zip(rings, (r.tokens, r.logprobs, r.top_ids, r.top_logprobs), strict=True):
             values = ring[lanes[:, None], slots[:, None], columns]

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rljax import batching, budget, learner, rewards, rollout, sharding
+from rljax import batching, budget, hosts, learner, records, rewards, rollout, sharding
 from rljax.algos import advantages, cero, down_sampling
 from rljax.models import quantized
 from rljax.options import Config
@@ -33,8 +33,8 @@ class Experience:
     lines: dict
 
 
-def train_step(parts: Parts, state: RunState, grants: budget.Grants, stages) -> tuple[RunState, dict]:
-    """One step of the loop, from granted prompts to the updated state and the step's metrics."""
+def train_step(parts: Parts, state: RunState, grants: budget.Grants, stages) -> tuple[RunState, dict, records.Trace]:
+    """One step of the loop, from granted prompts to the updated state, the step's metrics, and all its rollouts."""
     config = parts.config
     seen = collect(parts, state, grants, stages)
     learned_prompts, rollouts, rewards_R = informative(seen, config)
@@ -53,15 +53,28 @@ def train_step(parts: Parts, state: RunState, grants: budget.Grants, stages) -> 
             halve=may_halve(config, parts.mesh),
         )
         new_learner, sums = parts.step(state.learner, batch, parts.reference, parts.key(ACCEPTANCE))
+        acceptance = sums.pop("acceptance", None)  # stays on the device until it is looked at
         line = learner.metrics(jax.device_get(sums))
+    made = max(int(new_learner.updates) - 1, 0)  # updates before the step's last
+    line["train/learning_rate"] = float(np.asarray(parts.learning_rate(made)))
     line["train/prompts"] = int(np.count_nonzero(keep.advantages.any(axis=1)))
     line |= parts.allocator.metrics(seen.budget) | keep.metrics | seen.lines | rollout_metrics(seen, config)
     totals = state.totals | {"rollouts": state.totals["rollouts"] + len(seen.rollouts)}
     line["rollouts/total"] = totals["rollouts"]
     line["rollouts/discarded"] = len(seen.rollouts) - len(rollouts)
     line["cero/spent"] = totals["rollouts"] / config.budget.rollouts
+    set_size = len(parts.stream.prompts)
+    line["rollouts/epoch"] = seen.draws / set_size
+    trace = records.Trace(
+        prompts=seen.prompts,
+        rollouts=seen.rollouts,
+        rewards=seen.rewards,
+        place=records.places(seen.prompts, seen.rollouts, learned_prompts, keep.indices, keep.kept),
+        acceptance=acceptance,
+        set_size=set_size,
+    )
     step = state.step + 1
-    return RunState(learner=new_learner, budget=seen.budget, draws=seen.draws, step=step, totals=totals), line
+    return RunState(learner=new_learner, budget=seen.budget, draws=seen.draws, step=step, totals=totals), line, trace
 
 
 def may_halve(config: Config, mesh) -> bool:
@@ -115,7 +128,7 @@ def roll(parts: Parts, behaviour, asked: Prompts, counts: np.ndarray, stages) ->
     """counts[P] rollouts of the prompts by behaviour (model, params), and their scores."""
     options = parts.config.rollout
     jackpot = parts.config.jackpot
-    scorer = rewards.StreamingScorer(parts.pool, parts.tokenizer, asked)
+    scorer = rewards.StreamingScorer(parts.pool, parts.tokenizer, asked, hosts.share())
     with stages("rollout"):
         rollouts = rollout.generate(
             *behaviour,
@@ -220,10 +233,14 @@ def grading_metrics(scores: list[rewards.Scores]) -> dict:
 
 
 def rollout_metrics(seen: Experience, config: Config) -> dict:
-    """Metrics of all rollouts of a step, kept or not."""
+    """Metrics of all rollouts of a step, kept or not.
+
+    rollouts/entropy: nats a token of the model that makes them, by the mean of -log q over its own samples.
+    """
     rollouts, valid = seen.rollouts, np.isfinite(seen.rewards)
     capacity = config.rollout.max_rounds * config.rollout.prompts
     rewards_Pn = batching.dense(rollouts, seen.rewards, capacity, config.rollout.samples, np.nan)
+    there = np.arange(rollouts.tokens.shape[1]) < rollouts.lengths[:, None]
     return {
         "train/reward_mean": float(seen.rewards[valid].mean()) if valid.any() else None,
         "cero/effective_prompt_ratio": float(_effective(rewards_Pn)),
@@ -232,6 +249,7 @@ def rollout_metrics(seen: Experience, config: Config) -> dict:
         "rollouts/tokens": int(rollouts.lengths.sum()),
         "rollouts/length_mean": float(rollouts.lengths.mean()),
         "rollouts/truncated": float(rollouts.truncated.mean()),
+        "rollouts/entropy": -float(rollouts.logprobs[there].mean()),
     }
 
 

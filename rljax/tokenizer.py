@@ -96,6 +96,11 @@ class Tokenizer:
     def save(self, path: str | os.PathLike) -> None:
         """Writes the tokenizer's files, and generation_config.json with the EOS ids, into a directory."""
         self.inner.save_pretrained(path)
+        file = pathlib.Path(path) / "tokenizer_config.json"
+        settings = hf.read_json(file)
+        if settings.get("tokenizer_class") == "TokenizersBackend":  # a name that transformers 4 does not know
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+            file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         content = json.loads(self.generation_config) | {"eos_token_id": list(self.eos_ids)}
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         (pathlib.Path(path) / "generation_config.json").write_text(text, encoding="utf-8")

@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import pathlib
 
-from rljax import budget, evaluate, metrics, rewards, runs, tasks
+from rljax import budget, evaluate, hosts, metrics, preemption, records, rewards, runs, tasks
 from rljax import parts as parts_lib
+from rljax.alarms import Alarms
 from rljax.checkpoint import Checkpointer
 from rljax.console import Console
 from rljax.models import hf, lora, peft
 from rljax.options import Config
-from rljax.parts import EVALUATION, Parts
+from rljax.parts import EVALUATION, RECORDS, Parts
 from rljax.step import train_step
 from rljax.types import RunState
 
@@ -20,50 +21,65 @@ from rljax.types import RunState
 def run(config: Config, workdir: pathlib.Path) -> dict:
     """Trains by `config` in the run folder `workdir`, resuming what is there; returns summary.json's content.
 
-    A run that is over trains nothing, and says so.
-    Raises config.ConfigError where workdir holds a run of another config, and what the parts raise.
+    A run that is over trains nothing, and says so. All processes of a run on several hosts call this.
+    Raises config.ConfigError where workdir holds a run of another config, and what the parts raise; and
+    preemption.Preempted, which says where the run goes on, after a SIGTERM and the save of what is whole.
     """
     workdir = pathlib.Path(workdir)
     runs.claim(config, workdir)
+    hosts.check_shared(workdir / runs.CONFIG_FILE)
     task = tasks.load(config.task)
     with (
+        preemption.watching(hosts.anywhere),
         rewards.RewardPool(task.grade, **dataclasses.asdict(config.rewards)) as pool,
         Checkpointer(workdir / "checkpoints", config.checkpoint.keep) as checkpoints,
         Console() as console,
     ):
+        console.say(f"loading {config.model.path}", style="dim")
         parts, state = parts_lib.build(config, task, pool)
         latest = checkpoints.latest_step()
+        line, record = {}, None  # of a step that is made and not written yet; here of the start
         if latest is not None:
-            state = checkpoints.restore(state)
-        stages = metrics.Stages(state.totals["stage_s"])
+            state, line, record = runs.unwritten(checkpoints.restore(state))
+        stages = metrics.Stages(state.totals["stage_s"], begun=console.stage)
         grants = draw(parts, state, stages)
         sets = parts.stream.prompts, parts.held_out
-        table = runs.describe(config, parts.model, state.learner, parts.mesh, *sets, task.dropped)
+        models = parts.model, parts.actor_model
+        table = runs.describe(config, *models, state.learner, parts.mesh, *sets, task.dropped)
         if latest is not None:
-            table.append(runs.resumed(config, state, over=grants is None))
+            table.append(runs.resumed(config, state, over=grants is None and line is None))
         console.start(f"rljax {config.name}", table, progress(config, state))
-        with metrics.MetricsWriter(workdir, latest) as writer:
-            if latest is None:
-                state, line = held_out(parts, state, workdir, stages)
-                console.evaluation(0, line)
-                state, line = timed(state, line, stages)
-                writer.write(0, line)
-            while grants:
-                state, line = train_step(parts, state, grants, stages)
-                runs.check_finite(line, state.step)
-                grants = draw(parts, state, stages)
-                last = grants is None
-                if last or (config.eval.every and state.step % config.eval.every == 0):
-                    state, scores = held_out(parts, state, workdir, stages)
-                    console.evaluation(state.step, scores)
-                    line |= scores
-                state, line = timed(state, line, stages)
-                writer.write(state.step, line)  # before the save: a step that can be resumed from has its line
-                if last or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
-                    checkpoints.save(state.step, state)
-                for text in runs.warnings(line):
-                    console.warn(text)
-                console.step(state.step, progress(config, state), line)
+        written = None if latest is None else state.step if line is None else state.step - 1
+        with metrics.MetricsWriter(workdir, written, wandb=runs.for_wandb(config)) as writer:
+            alarms, start = Alarms(config, writer.past), state.step
+            try:
+                while grants or line is not None:
+                    if grants and line is None:
+                        if state.step == start:
+                            console.say("compiling: the first step takes longer than the others", style="dim")
+                        state, line, trace = train_step(parts, state, grants, stages)
+                        runs.check_finite(line, state.step)
+                        grants = draw(parts, state, stages)
+                        record = recorded(parts, state.step, trace, last=grants is None)
+                    if grants is None or due(state.step, config.eval.every):
+                        if state.step == 0:
+                            prompts = f"{len(parts.held_out):,} held-out prompts"
+                            console.say(f"evaluating {prompts} before the first step", style="dim")
+                        state, scores = held_out(parts, state, workdir, stages)
+                        console.evaluation(state.step, scores)
+                        line |= scores
+                    state, line = timed(state, line, stages)
+                    writer.write(state.step, line, record)  # before the save: what can be resumed from has its lines
+                    console.warn(*alarms(line))
+                    if record is not None:
+                        if grants is None or due(state.step, config.checkpoint.every):
+                            save(checkpoints, state)
+                        console.step(state.step, progress(config, state), line)
+                        console.samples(state.step, record["samples"])
+                    line = record = None
+                    preemption.check()
+            except preemption.Preempted as told:
+                raise preemption.Preempted(leave(checkpoints, state, line, record, stages)) from told
         checkpoints.wait()
         if (text := runs.unspent(config, state)) is not None:
             console.warn(text)
@@ -78,6 +94,29 @@ def run(config: Config, workdir: pathlib.Path) -> dict:
     return summary
 
 
+def due(step: int, every: int) -> bool:
+    """Whether something is to be done at a step: before the first one, and at every so manieth; 0 is never."""
+    return step == 0 or (every > 0 and step % every == 0)
+
+
+def save(checkpoints: Checkpointer, state: RunState) -> None:
+    """Saves a step, unless it is there: that of a run that was preempted in the step's evaluation is."""
+    if checkpoints.latest_step() != state.step:
+        checkpoints.save(state.step, state)
+
+
+def leave(
+    checkpoints: Checkpointer, state: RunState, line: dict | None, record: dict | None, stages: metrics.Stages
+) -> str:
+    """Saves the last whole state, with what is not written yet of its step; says where the run goes on."""
+    if line is not None:
+        state, line = timed(state, line, stages)
+        state = runs.with_unwritten(state, line, record)
+    save(checkpoints, state)
+    checkpoints.wait()
+    return f"preempted: step {state.step} is saved; the same command goes on from there"
+
+
 def draw(parts: Parts, state: RunState, stages: metrics.Stages) -> budget.Grants | None:
     """The next step's prompts and counts; None when the budget is spent or the epochs are over."""
     with stages("prompts"):
@@ -90,12 +129,22 @@ def progress(config: Config, state: RunState) -> float:
     return min(1.0, state.totals["rollouts"] / config.budget.rollouts)
 
 
+def recorded(parts: Parts, step: int, trace: records.Trace, last: bool) -> dict[str, list[dict]]:
+    """The step's lines of rollouts.jsonl and samples.jsonl: samples at the first, the last and every N-th step."""
+    every, seed = parts.config.metrics.samples_every, (parts.config.seed, RECORDS, step)
+    due = every > 0 and (step == 1 or step % every == 0 or last)
+    samples = records.of_rollouts(trace, parts.tokenizer, seed) if due else []
+    return {"rollouts": [records.of_prompts(trace)], "samples": samples}
+
+
 def timed(state: RunState, line: dict, stages: metrics.Stages) -> tuple[RunState, dict]:
-    """The step's times in its metrics, and in the state's totals."""
+    """The step's times in its metrics, with what it took before a preemption, and in the state's totals."""
     lap = stages.lap()
+    wall = state.totals["wall_s"] + lap["time/step_s"]
+    earlier = {name: seconds for name, seconds in line.items() if name.startswith("time/")}
+    lap |= {name: seconds + lap.get(name, 0.0) for name, seconds in earlier.items()}
     if "rollouts/tokens" in line:  # not in the evaluation before the first step
         lap["rollouts/tokens_per_s"] = line["rollouts/tokens"] / lap["time/rollout_s"]
-    wall = state.totals["wall_s"] + lap["time/step_s"]
     return dataclasses.replace(state, totals=state.totals | {"stage_s": stages.seconds, "wall_s": wall}), line | lap
 
 
@@ -103,10 +152,11 @@ def export(workdir: pathlib.Path, parts: Parts, state: RunState) -> None:
     """The trained model as a Hugging Face directory, `model`; its adapters alone beside it, `adapter`."""
     model, params = parts.model, lora.whole(state.learner)
     if model.lora is not None:
-        peft.save(workdir / "adapter", model, params, base=parts.config.model.path)
+        peft.save(workdir / "adapter", model, params, base=hf.public_name(parts.config.model.path))
         params = lora.merged(params, model.lora)
     hf.save(workdir / "model", model, params)
-    parts.tokenizer.save(workdir / "model")
+    if metrics.writes():
+        parts.tokenizer.save(workdir / "model")
 
 
 def held_out(parts: Parts, state: RunState, workdir: pathlib.Path, stages) -> tuple[RunState, dict]:

@@ -155,6 +155,8 @@ def test_bucket(size, limit, least, width):
 
 def test_bucket_declares_few_widths():
     assert {batching.bucket(n, 1000) for n in range(1, 1001)} == {32, 64, 128, 256, 512, 1000}
+    assert batching.buckets(1000) == [32, 64, 128, 256, 512, 1000]
+    assert batching.buckets(6) == [6] and batching.buckets(64) == [32, 64]
 
 
 def test_what_does_not_fit_is_an_error(prompts, rollouts):

@@ -9,15 +9,18 @@ import contextlib
 import dataclasses
 import functools
 import json
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax import budget, learner, metrics, rewards, sampling, step, tasks, tokenizer, train
+from rljax import budget, hosts, learner, metrics, records, rewards, sampling, step, tasks, tokenizer, train
 from rljax import parts as parts_lib
-from rljax.config import KEYS, ConfigError
+from rljax.config import KEYS, ConfigError, evaluated
+from rljax.tasks import gym
 from rljax.types import LearnerState, Rollouts
 
 # A base in which every key has work to do: several updates, a reference, a correction, a subset to keep.
@@ -32,14 +35,17 @@ DATA = {
 }  # fmt: skip
 FILE = {
     "task.eval_path": "b.jsonl", "task.prompt_field": "other", "task.answer_field": "wrong", "task.gold": "hash",
-    "task.grader": "exact", "task.template": "Q{prompt}", "task.stop": "\n",
+    "task.grader": "exact", "task.kind_field": "topic", "task.template": "Q{prompt}", "task.stop": "\n",
 }  # fmt: skip
+CHOICES = {"task.choices_field": "A,B"}
+REWARD = {"task.format": "think", "task.length_free": 2, "task.length_max": 5}
+GENERATED = {"task.options": '{"leg_counting": {"max_animals": 3}}'}
 CHAT = {"task.chat": True}
 SYSTEM = {"task.system": "Do: "}
 ARITHMETIC = {"task.seed": 1, "task.mix": "add1:1", "task.shots": 1}
 ENGINE = {
     "seed": 1, "rollout.prompts": 2, "rollout.samples": 3, "rollout.max_new_tokens": 5, "rollout.lanes": 2,
-    "rollout.temperature": 0.7, "rollout.slots": 5, "rollout.segment": 2, "eval.samples": 3,
+    "rollout.temperature": 0.7, "rollout.slots": 3, "rollout.segment": 2, "rollout.columns": 2, "eval.samples": 3,
     "eval.temperature": 0.5,
 }  # fmt: skip
 REFUSED = {"rollout.top_k": 5, "rollout.top_p": 0.9}  # on in training is an error; sampling_test has them on
@@ -55,7 +61,7 @@ ALLOCATION = {
 }  # fmt: skip
 PROGRAM = {
     "model.dtype": "bfloat16", "model.compute_dtype": "bfloat16", "lora.rank": 2, "model.remat": "layer",
-    "model.token_chunk": 3, "loss.objective": "cispo",
+    "model.attention_chunk": 2, "model.token_chunk": 3, "loss.objective": "cispo",
     "loss.ratio": "sequence", "loss.clip_low": 0.1, "loss.clip_high": 0.1, "loss.dual_clip": 4.0,
     "loss.aggregate": "constant", "loss.kl_coef": 0.2, "loss.kl_kind": "k3", "loss.correction": "truncate",
     "loss.correction_level": "sequence", "loss.correction_low": 0.5, "loss.correction_high": 3.0,
@@ -64,9 +70,16 @@ PROGRAM = {
     "learner.adam_eps": 1e-3, "learner.weight_decay": 0.1, "learner.max_grad_norm": 2.0,
     "loss.entropy_coef": 0.1, "learner.optimizer": "adafactor", "learner.moment_dtype": "bfloat16",
 }  # fmt: skip
+HOSTS = {
+    "hosts.cluster": "slurm", "hosts.coordinator": "elsewhere:1", "hosts.count": 3, "hosts.index": 1,
+    "hosts.start_timeout": 5, "hosts.heartbeat_timeout": 6,
+}  # fmt: skip
 MESH = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 POOL = {"rewards.workers": 3, "rewards.cpu_seconds": 7.0, "rewards.memory_mb": 333}
-RUN = {"name": "other", "eval.every": 3, "checkpoint.every": 3, "checkpoint.keep": 1}
+RUN = {
+    "name": "other", "eval.every": 3, "checkpoint.every": 3, "checkpoint.keep": 1, "metrics.samples_every": 4,
+    "metrics.wandb": "project",
+}  # fmt: skip
 JACKPOT = {
     "jackpot.rule": "none", "jackpot.target": "old", "jackpot.lam": 2.0, "jackpot.budget": 0.5,
     "jackpot.table": "sampler", "jackpot.top_k": 3, "jackpot.normalise": "proposed", "jackpot.c1": 2.0,
@@ -76,13 +89,15 @@ JACKPOT = {
 LORA = {"lora.alpha": 2.0, "lora.targets": "q,v"}
 EXACT = {"jackpot.normaliser": "exact"}
 ALONE = {
-    "model.path": "nowhere", "task.shuffle_rewards": True, "actor.path": "tiny-actor", "actor.dtype": "int8",
+    "model.path": "nowhere", "eval.tasks": "gsm8k:a.jsonl,file:b.json", "task.shuffle_rewards": True,
+    "actor.path": "tiny-actor", "actor.dtype": "int8",
     "advantage.overlong_buffer": 2, "rollout.max_rounds": 3,
 }  # fmt: skip
 
 GROUPS = (
-    DATA, FILE, CHAT, SYSTEM, ARITHMETIC, ENGINE, REFUSED, SELECTION, ALLOCATION, PROGRAM, JACKPOT, EXACT, LORA,
-    MESH, POOL, RUN, ALONE,
+    DATA, FILE, CHOICES, REWARD, GENERATED,
+    CHAT, SYSTEM, ARITHMETIC, ENGINE, REFUSED, SELECTION, ALLOCATION, PROGRAM, JACKPOT, EXACT, LORA,
+    MESH, HOSTS, POOL, RUN, ALONE,
 )  # fmt: skip
 
 
@@ -145,7 +160,10 @@ def test_chat(config_of, few_devices, no_learner, monkeypatch):
 
 
 def test_data_files(config_of, few_devices, no_learner, tmp_path):
-    rows = [{"prompt": f"{i}+1=", "other": f"{i}=", "answer": f"{i}\n#### {i + 2}", "wrong": "0"} for i in range(9)]
+    rows = [
+        {"prompt": f"{i}+1=", "other": f"{i}=", "answer": f"{i}\n#### {i + 2}", "wrong": "0", "topic": i % 2}
+        for i in range(9)
+    ]
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[name == "b" :]))
 
@@ -158,6 +176,35 @@ def test_data_files(config_of, few_devices, no_learner, tmp_path):
     base = {"task.name": "file", "task.path": str(tmp_path / "a.jsonl"), "rollout.max_prompt_tokens": 40}
     changes = FILE | {"task.eval_path": str(tmp_path / "b.jsonl")}
     assert_each_changes(observe, config_of, changes, base)
+
+
+def test_choices_and_rewards(config_of, tmp_path):
+    rows = [{"question": f"{i}?", "choices": ["1", f"{i}"], "answer": 0, "A": f"{i}", "B": "1"} for i in range(2, 9)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def observe(config):
+        task = tasks.load(config.task)
+        return task.train, [task.grade(text, {"answer": "A"}) for text in ("A", "so A", r"\boxed{A}")]
+
+    base = {"task.name": "choice", "task.path": str(tmp_path / "a.jsonl")}
+    assert_each_changes(observe, config_of, CHOICES, base)
+    summed = {"task.grader": "choice+format+length", "task.length_max": 4}
+    assert_each_changes(observe, config_of, REWARD, base | summed)
+
+
+def test_generated_problems(config_of, monkeypatch):
+    def drawn(mix, options, **_):
+        raise Seen(options)
+
+    def observe(config):
+        with pytest.raises(Seen) as seen:
+            tasks.load(config.task)
+        return seen.value.args
+
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.setattr(gym, "drawn", drawn)
+    base = {"task.name": "reasoning_gym", "task.mix": "leg_counting", "task.train_prompts": 4, "task.eval_prompts": 2}
+    assert_each_changes(observe, config_of, GENERATED, base)
 
 
 def test_engine(config_of, few_devices, no_learner, monkeypatch):
@@ -310,6 +357,21 @@ def test_mesh(config_of, few_devices, no_learner):
     assert_each_changes(observe, config_of, MESH)
 
 
+def test_hosts(config_of, monkeypatch):
+    def initialize(**options):
+        raise Seen(options)
+
+    def observe(config):
+        with pytest.raises(hosts.HostsError) as seen:
+            hosts.connect(config.hosts)
+        return seen.value.__cause__.args[0]
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    explicit = {"hosts.coordinator": "here:1", "hosts.count": 2}
+    assert_each_changes(observe, config_of, {k: v for k, v in HOSTS.items() if k != "hosts.cluster"}, explicit)
+    assert observe(config_of({"hosts.cluster": "slurm"}))["cluster_detection_method"] == "slurm"
+
+
 def test_pool(config_of, monkeypatch, tmp_path):
     def pool(grade, **options):
         raise Seen(options)
@@ -323,15 +385,27 @@ def test_pool(config_of, monkeypatch, tmp_path):
     assert_each_changes(observe, config_of, POOL)
 
 
+class Wandb:
+    """A run of Weights & Biases that keeps nothing."""
+
+    def __init__(self, project):
+        self.id = project
+
+    def log(self, values, step):
+        pass
+
+    def finish(self):
+        pass
+
+
 def test_run_folder(config_of, few_devices, no_learner, monkeypatch, tmp_path):
     """The loop's own part, on steps that do nothing: which steps are evaluated and kept, and the name."""
 
     def train_step(parts, state, grants, stages):
         with stages("rollout"):
             totals = state.totals | {"rollouts": state.totals["rollouts"] + int(grants.counts.sum())}
-        line = {"rollouts/tokens": 1, "rollouts/truncated": 0.0, "train/loss": 0.0, "train/grad_norm": 1.0}
-        line |= dict.fromkeys(("train/unscorable", "train/grader_errors", "train/grader_timeouts"), 0)
-        return dataclasses.replace(state, step=state.step + 1, draws=grants.draws, totals=totals), line
+        line = {"rollouts/tokens": 1, "train/loss": 0.0, "train/grad_norm": 1.0}
+        return dataclasses.replace(state, step=state.step + 1, draws=grants.draws, totals=totals), line, None
 
     def held_out(parts, state, workdir, stages):
         entry = {"step": state.step, "accuracy": 0.5, "avg_at_k": 0.5}
@@ -348,7 +422,10 @@ def test_run_folder(config_of, few_devices, no_learner, monkeypatch, tmp_path):
     monkeypatch.setattr(train, "train_step", train_step)
     monkeypatch.setattr(train, "held_out", held_out)
     monkeypatch.setattr(train, "export", lambda *_: None)
+    monkeypatch.setattr(records, "of_prompts", lambda _: {"prompts": []})
+    monkeypatch.setattr(records, "of_rollouts", lambda *_: [{"prompt": "", "tokens": [], "reward": 0.0, "kept": True}])
     monkeypatch.setattr(rewards, "RewardPool", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: Wandb(options["project"])))
 
     def observe(config):
         observe.runs += 1
@@ -358,12 +435,24 @@ def test_run_folder(config_of, few_devices, no_learner, monkeypatch, tmp_path):
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         steps = sorted(int(p.name) for p in (folder / "checkpoints").iterdir())
         name = json.loads((folder / "summary.json").read_text())["name"]
-        return [x["step"] for x in lines if "eval/accuracy" in x], steps, name
+        sampled = [json.loads(line)["step"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+        evaluated = [x["step"] for x in lines if "eval/accuracy" in x]
+        return evaluated, steps, name, sampled, (folder / "wandb.json").exists()
 
     observe.runs = 0
-    assert observe(config_of({"checkpoint.every": 2})) == ([0, 2, 4, 6], [4, 6], "grpo")
-    assert observe(config_of({"checkpoint.every": 0, "eval.every": 0})) == ([0, 6], [6], "grpo")
+    assert observe(config_of({"checkpoint.every": 2})) == ([0, 2, 4, 6], [4, 6], "grpo", [1, 6], False)
+    assert observe(config_of({"checkpoint.every": 0, "eval.every": 0})) == ([0, 6], [6], "grpo", [1, 6], False)
     assert_each_changes(observe, config_of, RUN, {"checkpoint.every": 2})
+
+
+def test_tasks_of_an_evaluation(config_of):
+    """Whole files, by the fields and graders of their names; what arithmetic reads is not theirs."""
+    assert evaluated(config_of()) == [config_of()]
+    own = config_of({"eval.tasks": ALONE["eval.tasks"], "task.chat": True, "task.mix": "add1:1"})
+    found = [config.task for config in evaluated(own)]
+    assert [(t.name, t.eval_path, t.eval_prompts, t.path, t.mix, t.chat) for t in found] == [
+        ("gsm8k", "a.jsonl", 0, "", "", True), ("file", "b.json", 0, "", "", True)
+    ]  # fmt: skip
 
 
 def test_model_path(config_of, few_devices, no_learner):

@@ -12,7 +12,7 @@ from rljax import config as config_lib
 from rljax import options
 from rljax.algos import advantages, distillation, down_sampling, kl, losses, obrs
 from rljax.models import quantized
-from rljax.tasks import files
+from rljax.tasks import files, graders
 
 FILE = {"task.name": "file", "task.path": "x.jsonl"}
 # For each key a valid value that is not the default's, and what else must change for it to be valid.
@@ -23,6 +23,7 @@ CHANGED = {
     "model.dtype": ("bfloat16", {}),
     "model.compute_dtype": ("bfloat16", {}),
     "model.remat": ("layer", {}),
+    "model.attention_chunk": (64, {}),
     "model.token_chunk": (64, {}),
     "lora.rank": (8, {}),
     "lora.alpha": (16.0, {}),
@@ -32,8 +33,13 @@ CHANGED = {
     "task.eval_path": ("held_out.jsonl", FILE),
     "task.prompt_field": ("question", FILE),
     "task.answer_field": ("solution", FILE),
+    "task.kind_field": ("topic", FILE),
+    "task.choices_field": ("A,B,C", FILE),
     "task.gold": ("boxed", FILE),
-    "task.grader": ("exact", FILE),
+    "task.grader": ("exact:0.9+format:0.1", FILE),
+    "task.format": ("think", FILE | {"task.grader": "math+format"}),
+    "task.length_free": (10, FILE | {"task.grader": "math+length"}),
+    "task.length_max": (90, FILE | {"task.grader": "math+length"}),
     "task.template": ("Q: {prompt}", FILE),
     "task.stop": ("\n", FILE),
     "task.chat": (True, {}),
@@ -42,6 +48,7 @@ CHANGED = {
     "task.train_prompts": (512, {}),
     "task.eval_prompts": (64, {}),
     "task.mix": ("add:1", {}),
+    "task.options": ('{"leg_counting": {"max_animals": 3}}', {"task.name": "reasoning_gym"}),
     "task.shots": (2, {}),
     "task.shuffle_rewards": (True, {}),
     "rollout.prompts": (8, {}),
@@ -54,6 +61,7 @@ CHANGED = {
     "rollout.lanes": (4, {}),
     "rollout.slots": (4, {}),
     "rollout.segment": (5, {}),
+    "rollout.columns": (64, {}),
     "rollout.max_rounds": (3, {}),
     "budget.rule": ("cero", {}),
     "budget.rollouts": (4096, {}),
@@ -119,12 +127,21 @@ CHANGED = {
     "mesh.data": (2, {}),
     "mesh.fsdp": (2, {}),
     "mesh.tensor": (2, {}),
+    "hosts.cluster": ("slurm", {}),
+    "hosts.coordinator": None,  # these two come together
+    "hosts.count": None,
+    "hosts.index": (1, {"hosts.coordinator": "host-0:8476", "hosts.count": 2}),
+    "hosts.start_timeout": (300, {}),
+    "hosts.heartbeat_timeout": (10, {}),
     "eval.every": (10, {}),
     "eval.samples": (8, {}),
     "eval.temperature": (0.6, {}),
+    "eval.tasks": ("gsm8k:a.jsonl", {}),
     "rewards.workers": (2, {}),
     "rewards.cpu_seconds": (5.0, {}),
     "rewards.memory_mb": (2048, {}),
+    "metrics.samples_every": (5, {}),
+    "metrics.wandb": ("project", {}),
     "checkpoint.every": (5, {}),
     "checkpoint.keep": (1, {}),
 }
@@ -291,12 +308,44 @@ def test_no_number_may_be_far_below_zero_but_a_reward(key, spec):
 def test_unknown_choices_are_told_with_the_known_ones(key, spec):
     for rule in spec.rules:
         if isinstance(rule, options.OneOf):
-            assert error_of({key: "zzz"}) == f"{key} = 'zzz' is not known; known: {', '.join(rule.names)}"
+            names = [name if name else "''" for name in rule.names]
+            assert error_of({key: "zzz"}) == f"{key} = 'zzz' is not known; known: {', '.join(names)}"
+
+
+@pytest.mark.parametrize(
+    "key, value, told",
+    [
+        ("task.grader", "zzz", "task.grader = 'zzz' is not known; known: '', math, exact"),
+        ("task.grader", "mathh", "task.grader = 'mathh' is not known (did you mean 'math'?)"),
+        ("task.grader", "math:0.9+forma:0.1", "is not known (did you mean 'format'?)"),
+        ("task.grader", "math:0+format", "is no weighted sum such as 'math:0.9+format:0.1'"),
+        ("task.grader", "math:x", "is no weighted sum"),
+        ("task.grader", "math:1.2.3", "is no weighted sum"),
+        ("task.grader", "math:1e999", "is no weighted sum"),
+        ("task.grader", "math+", "is no weighted sum"),
+        ("task.grader", "math+math", "is no weighted sum"),
+        (
+            "task.format",
+            "box",
+            "is not known (did you mean 'boxed'?); known: boxed, think, think_answer, regex:PATTERN",
+        ),
+        ("task.format", "regex:(", "is no regular expression: missing )"),
+    ],
+)
+def test_a_reward_that_is_none_is_told(key, value, told):
+    assert told in error_of(FILE | {key: value})
+
+
+@pytest.mark.parametrize("spec", ["math", "math:1", "math : 0.9 + format : 1e-1", "choice+length:.5+format"])
+def test_a_weighted_sum_of_graders_is_as_the_tasks_read_it(spec):
+    config = config_lib.resolve(configured(**FILE, **{"task.grader": spec}))
+    assert graders.reward(config.task.grader, length_max=9).weights
 
 
 CHOICES = {
     "task.gold": {"", *files.GOLDS},
-    "task.grader": {"", *files.GRADERS},
+    "task.grader": {"", *graders.GRADERS},
+    "task.format": set(graders.FORMS),
     "pods.rule": down_sampling.RULES,
     "pods.normalize_over": down_sampling.NORMALIZE_OVER,
     "advantage.baseline": advantages.BASELINES,
@@ -325,6 +374,7 @@ def test_a_near_choice_is_suggested():
 
 
 CERO = {"budget.rule": "cero"}
+GYM = {"task.name": "reasoning_gym", "task.mix": "leg_counting"}
 PODS = {"pods.rule": "max_variance"}
 OBRS = {"jackpot.rule": "obrs", "actor.path": "tiny-actor"}
 
@@ -332,11 +382,31 @@ OBRS = {"jackpot.rule": "obrs", "actor.path": "tiny-actor"}
 @pytest.mark.parametrize(
     "changes, told",
     [
-        ({"task.path": "x"}, ["task.path = 'x' has no effect with task.name = 'arith", "task.name to one of file"]),
-        ({"task.grader": "math"}, ["task.grader = 'math' has no effect", "set it to ''"]),
+        ({"task.path": "x"}, ["task.path = 'x' has no effect with task.name = 'arith", "task.name to file, choice"]),
+        ({"task.grader": "math"}, ["task.grader = 'math' has no effect", "set --config.task.grader=, or task.name to"]),
         (FILE | {"task.path": ""}, ["task.name = 'file' reads its problems from a data file; set task.path"]),
-        (FILE | {"task.shots": 2}, ["task.shots = 2 has no effect with task.name = 'file'", "set it to 0"]),
-        (FILE | {"task.mix": "add1"}, ["task.mix = 'add1' has no effect", "task.name to arithmetic"]),
+        (
+            FILE | {"task.shots": 2},
+            ["task.shots = 2 has no effect with task.name = 'file'", "task.shots=0, or task.name"],
+        ),
+        (
+            FILE | {"task.mix": "add1", "task.shots": 4},  # of a preset, such as smollm2
+            ["task.mix = 'add1' and task.shots = 4 have no effect", "set --config.task.mix= --config.task.shots=0, or"],
+        ),
+        (FILE | {"task.options": "{}", "task.shots": 1}, ["set --config.task.options= --config.task.shots=0"]),
+        (
+            GYM | {"task.path": "x", "task.shots": 1},
+            ["task.path = 'x' and task.shots = 1 have no effect with task.name"],
+        ),
+        (
+            GYM | {"task.train_prompts": 0},
+            ["task.train_prompts = 0 is all of a data file, but task.name = 'reasoning_gym'"],
+        ),
+        (FILE | {"task.format": "think"}, ["task.format = 'think' has no effect without format in task.grader = ''"]),
+        (
+            FILE | {"task.length_max": 9, "task.grader": "math"},
+            ["task.length_max = 9 has no effect", "'math:0.9+length:0.1'"],
+        ),
         (FILE | {"task.template": "Q:"}, ["task.template = 'Q:' lacks {prompt}"]),
         (FILE | {"task.eval_prompts": 0}, ["task.eval_prompts = 0 is all of task.eval_path, which is not set"]),
         ({"task.train_prompts": 0}, ["task.train_prompts = 0 is all of a data file, but task.name = 'arithmetic'"]),
@@ -370,14 +440,32 @@ OBRS = {"jackpot.rule": "obrs", "actor.path": "tiny-actor"}
             {"learner.schedule": "cosine", "budget.rollouts": 5 * 512},
             ["learner.warmup_updates = 5 leaves nothing", "allows 5 updates"],
         ),
+        (
+            {"learner.optimizer": "adafactor", "learner.moment_dtype": "bfloat16"},
+            ["learner.moment_dtype = 'bfloat16' has no effect with learner.optimizer = 'adafactor'"],
+        ),
         ({"mesh.tensor": 0}, ["mesh.tensor = 0 is no size; give at least 1, or -1"]),
         ({"mesh.tensor": -1}, ["mesh.data and mesh.tensor are -1", "size the others"]),
+        (
+            {"hosts.cluster": "slurm", "hosts.coordinator": "a:1", "hosts.count": 1},
+            ["hosts.cluster = 'slurm'", "set hosts.coordinator"],
+        ),
+        ({"hosts.count": 2}, ["hosts.count = 2 has no effect without hosts.coordinator"]),
+        ({"hosts.index": 1}, ["hosts.index = 1 has no effect without hosts.coordinator"]),
+        ({"hosts.coordinator": "a:1"}, ["hosts.index = 0 is none of hosts.count = 0 processes"]),
+        ({"hosts.coordinator": "a:1", "hosts.count": 2, "hosts.index": 2}, ["hosts.index = 2 is none of hosts.count"]),
+        ({"hosts.coordinator": "host"}, ["hosts.coordinator = 'host' is no address such as 'host-0:8476'"]),
     ],
 )
 def test_values_that_exclude_each_other(changes, told):
-    error = error_of(changes)
-    assert all(part in error for part in told), error
-    assert "\n" not in error
+    first, *_ = error_of(changes).splitlines()
+    assert all(part in first for part in told), first
+
+
+def test_all_that_exclude_each_other_are_told_at_once():
+    error = error_of(FILE | {"task.shots": 2, "rollout.temperature": 0.0, "mesh.tensor": 0})
+    lines = error.splitlines()
+    assert [line.split(" = ")[0] for line in lines] == ["task.shots", "rollout.temperature", "mesh.tensor"]
 
 
 @pytest.mark.parametrize(
@@ -393,6 +481,7 @@ def test_values_that_exclude_each_other(changes, told):
         PODS | {"pods.keep": 1, "pods.normalize_over": "all"},
         {"learner.schedule": "cosine", "budget.rollouts": 6 * 512},
         {"mesh.tensor": -1, "mesh.data": 1},
+        {"hosts.coordinator": "[::1]:80", "hosts.count": 2, "hosts.index": 1},
         {"eval.temperature": 0.0, "eval.every": 0, "checkpoint.every": 0},
     ],
 )
@@ -425,9 +514,9 @@ def test_a_run_folder_of_another_config_is_told_by_key():
 def test_which_keys_may_differ(key):
     value, also = CHANGED[key]
     config = config_lib.resolve(configured(**also))
-    layout = ("remat", "token_chunk", "lanes", "slots", "segment", "micro_batches")
+    layout = ("remat", "attention_chunk", "token_chunk", "lanes", "slots", "segment", "columns", "micro_batches")
     block, _, leaf = key.rpartition(".")
-    free = block in ("mesh", "checkpoint", "eval", "rewards") or leaf in layout or key == "name"
+    free = block in ("mesh", "hosts", "checkpoint", "eval", "rewards", "metrics") or leaf in layout or key == "name"
     length = key in ("budget.rollouts", "budget.epochs")  # the default is uniform, with a constant rate
     found = config_lib.differences(config, saved(**also, **{key: value}))
     assert (key not in found) == (free or length)

@@ -1,6 +1,7 @@
 """OBRS in the learner: hand-computed weights, unbiased gradients, κ, tables of either source, the actor's own loss."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -190,6 +191,30 @@ def test_tables_of_a_model_with_itself_accept_everything(random_model, make_batc
     again = correction.renewed((model, params), batch, states, 0.7, 16)
     np.testing.assert_allclose(again.target_on, states.target_on, atol=1e-5)
     np.testing.assert_allclose(again.target_logprobs, states.target_logprobs, atol=1e-5)
+
+
+def test_acceptance_of_each_token_comes_out_of_the_step_in_the_batchs_order(softmax_model, make_batch):
+    """min(1, p / (λ q)) of the sampled tokens, 0 past their ends, whatever the minibatches; none without OBRS."""
+    batch = make_batch(P=8, vocab=3)
+    batch = dataclasses.replace(batch, sampler_logprobs=np.log(Q)[batch.tokens].astype(np.float32))
+    z = {"z": jnp.log(jnp.asarray(P, jnp.float32))}
+    real = np.arange(batch.tokens.shape[-1]) < batch.lengths[..., None]
+    want = np.where(real, np.minimum(1, P / (0.5 * Q))[batch.tokens], 0)
+    assert want[real].min() < want.max() == 1
+    for rule, pieces in (("obrs", 1), ("obrs", 2), ("none", 1)):
+        jackpot = dataclasses.replace(OBRS, rule=rule, lam=0.5, target="new" if pieces > 1 else "old")
+        settings = Settings(
+            model=softmax_model, loss=DEFAULT.loss, jackpot=jackpot, actor=DEFAULT.actor, actor_model=None,
+            temperature=1.0, token_chunk=64, max_length=5, micro_batches=pieces, minibatches=pieces, epochs=1,
+        )  # fmt: skip
+        step = functools.partial(learner.train_step, settings=settings, optimizer=RECORD)
+        state = jax.eval_shape(lambda: learner.init(z, RECORD)) if rule == "none" else learner.init(z, RECORD)
+        if rule == "none":
+            _, sums = jax.eval_shape(step, state, None, batch, None, jax.random.key(0))
+            assert "acceptance" not in sums
+            continue
+        _, sums = jax.jit(step)(state, None, batch, None, jax.random.key(0))
+        np.testing.assert_allclose(sums["acceptance"], want, rtol=1e-5)
 
 
 def test_int8_is_within_half_a_step_and_keeps_norms(random_model):

@@ -1,6 +1,7 @@
 """Statistics of scored completions, by hand and by enumeration."""
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -46,3 +47,14 @@ def test_interval_has_the_width_of_the_normal_one():
     assert estimates.interval(np.arange(400) % 2) == (low, high)  # seeded
     narrow = estimates.interval(np.arange(400) % 2, level=0.5)
     assert narrow == pytest.approx((0.4831, 0.5169), abs=0.004)
+
+
+def test_interval_of_many_prompts_takes_little_memory():
+    """The resamples' counts of 20,000 prompts would be 320 MB together; the numbers are those of one draw of all."""
+    values = np.random.default_rng(1).random(20_000)
+    tracemalloc.start()
+    low, high = estimates.interval(values, resamples=250)
+    assert tracemalloc.get_traced_memory()[1] < 40e6
+    tracemalloc.stop()
+    counts = np.random.default_rng(0).multinomial(20_000, np.full(20_000, 1 / 20_000), size=250)
+    assert (low, high) == pytest.approx(tuple(np.quantile(counts @ values / 20_000, [0.025, 0.975])), rel=1e-12)

@@ -33,7 +33,7 @@ def test_an_exported_smollm2_scores_as_in_transformers(tmp_path):
     tokenizer.load("smollm2").save(tmp_path / "model")
     config = grpo.get_config("smollm2")
     config.model.path, config.task.eval_prompts, config.eval.samples = str(tmp_path / "model"), 64, 1
-    ours = evaluate.run(config_lib.resolve(config), tmp_path)
+    (ours,) = evaluate.run(config_lib.resolve(config), tmp_path).values()
     lines = (tmp_path / "eval" / "arithmetic.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     assert len(records) == ours["prompts"] == 64

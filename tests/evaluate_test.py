@@ -103,6 +103,39 @@ def test_measures_of_stated_scores(run_config, monkeypatch):
     assert options["slots"] == 3 and options["lanes"] == 5  # 4 × 4 rows make 5 lanes of 3
 
 
+@pytest.mark.parametrize(
+    "rows, devices, want", [((4, 4), 1, (5, 9)), ((2, 2), 1, (1, 4)), ((4, 4), 4, (4, 4)), ((1, 1), 1, (1, 1))]
+)
+def test_never_more_rows_decode_at_once_than_the_config_allows(rows, devices, want, run_config, monkeypatch):
+    """However many samples there are. Five prompts, nine completions each."""
+    calls = []
+    monkeypatch.setattr(rollout, "generate", lambda *_, **options: calls.append(options) or 1 / 0)
+    config = run_config({"eval.samples": 8, "rollout.lanes": rows[0], "rollout.slots": rows[1]})
+    if rows == (4, 4) and devices == 1:
+        config = run_config({"eval.samples": 8, "rollout.lanes": 16})
+    mesh = sharding.make_mesh(data=devices, devices=jax.devices()[:devices])
+    params = jax.device_put(np.zeros(8), sharding.replicated(mesh))
+    with pytest.raises(ZeroDivisionError):
+        evaluate.score(
+            None, params, prompt_set(), config=config, tokenizer=Text(), pool=Pool(None), key=jax.random.key(0)
+        )
+    assert (calls[0]["lanes"], calls[0]["slots"]) == want
+
+
+def test_several_data_files_at_once(run_config, tmp_path, capsys, few_devices):
+    """Each whole, by its own fields, and with files of its own; no training data is needed."""
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
+    (tmp_path / "test.json").write_text('[{"question": "3+3=", "answer": "so #### 6", "level": "easy"}]')
+    files = f"file:{tmp_path / 'sums.jsonl'},gsm8k:{tmp_path / 'test.json'}"
+    changes = {"eval.tasks": files, "rollout.max_prompt_tokens": 90, "eval.samples": 1}
+    out = evaluate.run(run_config(changes), tmp_path / "run")
+    assert {name: outcome["prompts"] for name, outcome in out.items()} == {"file-sums": 2, "gsm8k-test": 1}
+    assert out["file-sums"]["task"]["eval_path"] == str(tmp_path / "sums.jsonl")
+    written = sorted(path.name for path in (tmp_path / "run" / "eval").iterdir())
+    assert written == ["file-sums.json", "file-sums.jsonl", "gsm8k-test.json", "gsm8k-test.jsonl"]
+    assert "no checkpoint in" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("devices", [1, 4])
 def test_real_model_greedy_is_greedy_and_the_same_key_the_same_samples(run_config, tiny_checkpoint, devices):
     mesh = sharding.make_mesh(data=devices, devices=jax.devices()[:devices])

@@ -20,31 +20,51 @@ PARTS = (
 # which holds the version. A module that stands in no line is an error: place it here first.
 TABLE = {
     "": (),
-    "main": ("", "config", "train", "evaluate", "report", "plan"),
-    "train": ("runs", "console", "evaluate", "budget", "parts", "step", *STAGES, *PARTS),
-    "step": ("budget", "parts", *STAGES, *PARTS),  # train's, one step of it
+    "main": ("", "cache", "config", "preemption", "hosts", "train", "evaluate", "report", "plan"),
+    "train": (
+        "runs",
+        "console",
+        "alarms",
+        "evaluate",
+        "budget",
+        "parts",
+        "step",
+        "records",
+        "hosts",
+        "preemption",
+        *STAGES,
+        *PARTS,
+    ),
+    "step": ("budget", "parts", "records", "hosts", *STAGES, *PARTS),  # train's, one step of it
     "parts": ("runs", "budget", "objectives", *STAGES, *PARTS),  # what train, step and evaluate work with
-    "runs": ("config", "metrics", *PARTS),
-    "evaluate": ("console", "estimates", "parts", "runs", *STAGES, *PARTS),
+    "runs": ("config", "metrics", "batching", "plan", *PARTS),
+    "records": PARTS,
+    "alarms": ("options",),
+    "evaluate": ("config", "console", "estimates", "parts", "runs", "hosts", *STAGES, *PARTS),
     "estimates": (),
     "console": ("metrics",),
     "report": ("report.*",),
     "report.folders": ("config",),
+    "report.sweep": ("sweeps", "report", "report.*"),
     "report.*": ("report", "report.*"),
+    "sweeps": ("config", "report.curves"),  # launch/sweep.py's
     "plan": ("config", *STAGES, *PARTS),
-    "config": ("options",),
+    "config": ("options", "conflicts"),
+    "conflicts": ("options",),
     "options": (),
     # Stages take their block of the config as a frozen dataclass, and import no other stage but these.
     "rollout": ("sampling", *PARTS),
     "learner": ("objectives", "correction", *PARTS),
     "objectives": ("correction", *PARTS),
     "correction": PARTS,
-    "sampling": ("drawing", "slots", *PARTS),
+    "sampling": ("drawing", "slots", "preemption", *PARTS),
     "budget": ("prompts", *PARTS),  # draws from the stream until a step's slots are full
-    "rewards": ("reward_server", *PARTS),
+    "rewards": ("reward_server", "preemption", *PARTS),
     **dict.fromkeys([stage for stage in STAGES if stage not in ("rollout", "sampling", "rewards", "learner")], PARTS),
     "drawing": ("models", "models.*"),
-    "slots": ("types",),
+    "slots": ("types", "sharding"),
+    "hosts": ("", "config", "options", "preemption", "rewards"),
+    "preemption": (),
     "reward_server": (),
     "types": (),
     "sharding": ("types",),
@@ -52,14 +72,17 @@ TABLE = {
     "tasks": ("tasks.*",),  # not types or sharding: grading processes import tasks, and never jax
     "tasks.*": ("tasks", "tasks.*"),
     "models.logprobs": ("types", "algos", "algos.*"),
-    "models": ("types", "sharding", "models.*"),
-    "models.*": ("types", "sharding", "models", "models.*"),
+    "models": ("types", "sharding", "cache", "models.*"),
+    "models.*": ("types", "sharding", "cache", "models", "models.*"),
+    "cache": (),
     "algos": ("algos.*",),
     "algos.*": ("algos", "algos.*"),
 }
 
 # Import of these needs no jax (faults.md 24): what worker processes and the command line import.
-NO_JAX = ("", "main", "config", "options", "report", "report.*", "reward_server", "tasks", "tasks.*")
+NO_JAX = (
+    "", "main", "config", "conflicts", "options", "preemption", "report", "report.*", "reward_server", "sweeps", "tasks", "tasks.*",
+)  # fmt: skip
 JAX = ("jax", "flax", "optax", "orbax", "tensorflow_datasets", "transformers")
 
 

@@ -33,6 +33,8 @@ def rates(options, total, updates):
 def test_warm_up_is_linear_and_its_first_rate_above_zero():
     options = dataclasses.replace(ADAMW, learning_rate=1.0, warmup_updates=4)
     assert rates(options, 10, 7) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1], rel=1e-4)
+    schedule = learner.make_schedule(options, 10)
+    assert [float(schedule(i)) for i in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1])
     assert rates(dataclasses.replace(options, warmup_updates=0), 10, 2) == pytest.approx([1, 1], rel=1e-4)
 
 

@@ -1,5 +1,6 @@
 """The command line: what it accepts, and that every mistake ends in one clear line and exit status 2."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -37,6 +38,18 @@ def test_flags_arrive():
     assert command.workdir == pathlib.Path("some/folder") and command.dry_run and command.mode == "train"
     assert command.config.budget.rule == "cero"
     assert parse("--config", CERO).config == command.config
+
+
+def test_a_run_folder_is_evaluated_by_its_own_config(tmp_path):
+    """Keys that the file lacks, of a later release, have their default."""
+    config = parse(f"--config={PODS}", "--config.seed=7", "--config.cero.eta=0.5").config
+    content = config_lib.to_dict(config)
+    del content["lora"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    command = parse("--mode=eval", f"--workdir={tmp_path}", "--config.eval.samples=9", "--config.cero.eta=None")
+    changed = {"eval.samples": 9, "cero.eta": None}
+    assert config_lib.flat(command.config) == config_lib.flat(config) | changed and command.workdir == tmp_path
+    assert parse(f"--config={tmp_path}/config.json", "--workdir=other").config == config
 
 
 def test_the_default_workdir_is_named_after_the_config():
@@ -129,6 +142,11 @@ def test_a_config_comes_with_the_defaults_of_its_own_folder(tmp_path):
         ("--config=CERO --zzz", ["unknown flag --zzz; known: --config"]),
         ("--config=CERO --workdir=", ["--workdir is empty"]),
         ("--config=CERO --mode=walk", ["--mode=walk", "<train"]),
+        ("--config=not/there/config.json", ["not/there/config.json cannot be read", "name another run folder"]),
+        ("--config=not/there/config.json:tiny", ["has no presets; leave out :tiny"]),
+        ("--mode=eval --workdir=not/there", ["not/there/config.json cannot be read"]),
+        ("--config=CERO --config.seed=None", ["--config.seed=None is not of type int"]),
+        ("--config=CERO --config.no.such=None", ["unknown config key 'no.such'"]),
         ("--config=CERO stray", ["unexpected argument 'stray'"]),
         ("--mode=report", ["--workdir names no run folder", "--mode=report --workdir=DIR,DIR"]),
         ("--mode=report --workdir=a,,b", ["--workdir names no run folder"]),

@@ -1,13 +1,15 @@
 import json
 import re
 import struct
+import sys
+import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from rljax.metrics import MetricsWriter, Stages, read_metrics, write_json, write_summary
+from rljax.metrics import MetricsWriter, Stages, read_metrics, write_json, write_lines, write_summary
 
 
 def lines_of(folder):
@@ -92,6 +94,67 @@ def test_resume_keeps_each_step_once(tmp_path, cut):
     losses = {step: value for (name, step), value in scalars_shown(tmp_path).items() if name == "train/loss"}
     assert losses == {1: 1.0, 2: 2.0, 3: 30.0}
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_records_are_cut_at_resume_as_metrics_are(tmp_path):
+    def records(step):
+        samples = [{"text": f"{step}{x} é\ud800"} for x in "ab"] if step % 2 else []
+        return {"rollouts": [{"prompts": [{"id": step}]}], "samples": samples}
+
+    with MetricsWriter(tmp_path) as writer:
+        assert writer.past == []
+        for step in range(1, 5):
+            writer.write(step, {"train/loss": float(step)}, records(step))
+        rows = (tmp_path / "rollouts.jsonl").read_text().splitlines()  # flushed, not only on close
+        assert [strict(row) for row in rows] == [{"step": s, "prompts": [{"id": s}]} for s in range(1, 5)]
+    with open(tmp_path / "samples.jsonl", "a") as file:
+        file.write('{"step": 5, "te')
+    with MetricsWriter(tmp_path, resume_step=2) as writer:
+        assert [line["step"] for line in writer.past] == [1, 2]
+        writer.write(3, {}, records(3))
+    for name, steps in {"metrics": [1, 2, 3], "rollouts": [1, 2, 3], "samples": [1, 1, 3, 3]}.items():
+        lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        assert [strict(line)["step"] for line in lines] == steps, name
+    assert strict(lines[3]) == {"step": 3, "text": "3b é\ud800"}
+    with MetricsWriter(tmp_path):
+        pass
+    assert [(tmp_path / f"{name}.jsonl").read_text() for name in ("metrics", "rollouts", "samples")] == [""] * 3
+
+
+def test_a_damaged_line_of_records_is_named(tmp_path):
+    (tmp_path / "rollouts.jsonl").write_text('{"step": 1}\n{\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=re.escape("rollouts.jsonl, line 2 is no rollouts object: '{'")):
+        MetricsWriter(tmp_path, resume_step=3)
+
+
+def test_nothing_is_made_of_no_records(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {}, {"rollouts": [], "samples": []})
+    assert not (tmp_path / "rollouts.jsonl").exists() and not (tmp_path / "samples.jsonl").exists()
+
+
+def test_wandb_gets_every_number_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
+    calls = []
+
+    def init(**options):
+        calls.append(("init", options))
+        log, finish = (lambda *a, **k: calls.append(("log", *a, k))), (lambda: calls.append(("finish",)))
+        return types.SimpleNamespace(id="abc", log=log, finish=finish)
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    options = {"project": "math", "config": {"seed": 1}}
+    with MetricsWriter(tmp_path, wandb=options) as writer:
+        writer.write(2, {"train/loss": jnp.float32(0.5), "train/first_error": "x", "train/kl_ref": float("nan")})
+    with MetricsWriter(tmp_path, resume_step=2, wandb=options):
+        pass
+    with MetricsWriter(tmp_path, wandb=options):  # anew
+        pass
+    own = {"dir": str(tmp_path), **options}
+    assert calls == [
+        ("init", own), ("log", {"train/loss": 0.5}, {"step": 2}), ("finish",),
+        ("init", own | {"id": "abc", "resume": "allow"}), ("finish",),
+        ("init", own), ("finish",),
+    ]  # fmt: skip
 
 
 def test_a_run_begun_anew_has_no_old_steps(tmp_path):
@@ -181,8 +244,8 @@ def test_a_kill_in_mid_write_keeps_the_old_summary(tmp_path, monkeypatch):
 
 
 def test_stages_by_step_and_in_all(make_clock):
-    clock = make_clock()
-    stages = Stages({"rollout": 100.0}, clock=clock)
+    clock, begun = make_clock(), []
+    stages = Stages({"rollout": 100.0}, clock=clock, begun=begun.append)
     for took in (3.0, 4.0):
         with stages("rollout"):
             clock.now += took
@@ -198,5 +261,13 @@ def test_stages_by_step_and_in_all(make_clock):
     assert stages.lap() == {"time/outer_s": 6.0, "time/update_s": 5.0, "time/step_s": 6.0}
     assert stages.lap() == {"time/step_s": 0.0}
     assert stages.seconds == {"rollout": 107.0, "update": 7.0, "outer": 6.0}
+    assert begun == ["rollout", "rollout", "update", "outer", "update"]
     with pytest.raises(ValueError, match="time/step_s"), stages("step"):
         pass
+
+
+def test_lone_surrogates_of_a_task_are_written_as_escapes(tmp_path):
+    records = [{"prompt": "a\ud800é", "answer": "1"}]
+    write_lines(tmp_path / "lines.jsonl", records)
+    text = (tmp_path / "lines.jsonl").read_text(encoding="utf-8")
+    assert text == '{"prompt": "a\\ud800é", "answer": "1"}\n' and json.loads(text) == records[0]

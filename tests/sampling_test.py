@@ -25,6 +25,7 @@ forward = jax.jit(logits, static_argnums=0)
 WAITING = {"lanes": 2, "slots": 2, "segment": 3, "prompt_capacity": 9}
 LAYOUTS = {
     "waiting for slots and lanes": WAITING,
+    "rings that grow while rows wait": WAITING | {"columns": 2},
     "one row at a time, step by step": {"lanes": 1, "slots": 1, "segment": 1, "prompt_capacity": 16},
 }
 
@@ -95,6 +96,21 @@ def test_the_layout_of_the_pool_changes_no_sample(ragged, at_once, layout):
         np.testing.assert_array_equal(getattr(got, name), getattr(at_once, name), err_msg=name)
     for name in ("logprobs", "top_logprobs"):
         np.testing.assert_allclose(getattr(got, name), getattr(at_once, name), atol=5e-5, err_msg=name)
+
+
+def test_rings_are_as_long_as_the_rows_need(sample, monkeypatch):
+    """In segments of 3 steps a row of 8 tokens outgrows rings of 2 at once, and rings of 4 at its fourth token."""
+    grown, real = [], sampling._grown
+
+    def recording(pool, model, dtype, shape, mesh):
+        grown.append(shape.columns)
+        return real(pool, model, dtype, shape, mesh)
+
+    monkeypatch.setattr(sampling, "_grown", recording)
+    sample(max_new_tokens=2, columns=2)
+    assert grown == []
+    out = sample(max_new_tokens=[8] + [2] * 29, columns=2, stop_ids=())
+    assert grown == [4, 8] and out.lengths.tolist() == [8] + [2] * 29
 
 
 def test_rows_are_sorted_and_counted(at_once):

@@ -1,5 +1,7 @@
 """The mesh, the table of logical axes, and arrays that are born on their devices."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +39,37 @@ def test_one_axis_takes_the_devices_that_are_left():
 def test_a_mesh_that_does_not_fit_the_devices_names_its_keys(axes, message):
     with pytest.raises(ValueError, match=message):
         sharding.make_mesh(**axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A device of one of several slices, as jax.devices() gives them."""
+
+    id: int
+    slice_index: int
+    process_index: int = 0
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+
+
+@pytest.mark.parametrize(
+    "sizes, outer", [((4, 2, 1), 0), ((1, 4, 2), 1), ((1, 1, 8), 2), ((2, 2, 2), 0)]
+)  # data, fsdp, tensor
+def test_slices_are_split_along_the_outermost_axis_that_they_divide(sizes, outer):
+    chips = [Chip(id=i, slice_index=i % 2) for i in range(8)]
+    data, fsdp, tensor = sizes
+    arranged = sharding._arranged(chips, dict(data=data, fsdp=fsdp, tensor=tensor))
+    slices = np.vectorize(lambda chip: chip.slice_index)(arranged)
+    halves = np.split(slices, 2, axis=outer)
+    assert slices.shape == sizes and (halves[0] == 0).all() and (halves[1] == 1).all()
+
+
+def test_slices_that_no_axis_divides_over_are_told():
+    chips = [Chip(id=i, slice_index=i // 3) for i in range(9)]
+    assert sharding._arranged(chips, dict(data=3, fsdp=3, tensor=1)).shape == (3, 3, 1)
+    chips = [Chip(id=i, slice_index=i // 2) for i in range(8)]
+    with pytest.raises(ValueError, match="mesh.data=2, mesh.fsdp=2, mesh.tensor=2 divides over the 4 slices of the 8"):
+        sharding._arranged(chips, dict(data=2, fsdp=2, tensor=2))
 
 
 def test_axes_become_mesh_axes():

@@ -180,6 +180,8 @@ def test_save_keeps_the_tokenizer_and_all_stop_ids(folder, tmp_path):
     assert again.stop_ids == (EOS, END) and again.encode("37+48=") == t.encode("37+48=")
     message = [{"role": "user", "content": "hi"}]
     assert again.chat(message) == t.chat(message)
+    saved = json.loads((tmp_path / "export/tokenizer_config.json").read_text())
+    assert saved["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 knows no TokenizersBackend
 
 
 def test_save_keeps_what_else_the_generation_config_says(folder, tmp_path):

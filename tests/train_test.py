@@ -6,14 +6,17 @@ import functools
 import io
 import json
 import logging
+import pathlib
 import shutil
+import signal
+import sys
 import types
 
 import jax
 import numpy as np
 import pytest
 
-from rljax import checkpoint, evaluate, rollout, runs, tokenizer, train
+from rljax import checkpoint, evaluate, preemption, rollout, runs, tokenizer, train
 from rljax import step as step_lib
 from rljax.config import ConfigError
 from rljax.models import hf, lora
@@ -132,8 +135,34 @@ def test_run_folder(straight, run_config, name):
     assert ("cero/mu" in lines[-1]) == (name == "cero")
     assert [line["step"] for line in lines if "eval/accuracy" in line] == [0, 2, 4, 6]
     assert any(line["train/grad_norm"] > 0 for line in lines[1:])
+    rate = config["learner"]["learning_rate"]
+    rates = [line["train/learning_rate"] for line in lines[1:]]
+    assert rates == pytest.approx([rate / 3, rate * 2 / 3, *[rate] * (LAST - 2)])
+    assert all(0 < line["rollouts/entropy"] < 6 for line in lines[1:])  # of 257 tokens: at most 5.5
+    assert_recorded(run, lines)
     assert list(run.folder.glob("events.out.tfevents*"))
     assert sorted(p.name for p in (run.folder / "checkpoints").iterdir()) == ["5", "6"]
+
+
+def assert_recorded(run, lines):
+    """The lines of single prompts and rollouts say what the metrics of their step do."""
+    rollouts, samples = (
+        [json.loads(line) for line in (run.folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("rollouts", "samples")
+    )
+    assert [record["step"] for record in rollouts] == list(range(1, LAST + 1))
+    draws = [draws for draws, ids, _ in run.calls if len(ids) == 4]  # of the steps' prompts
+    for record, line, drawn in zip(rollouts, lines[1:], draws, strict=True):
+        prompts = record["prompts"]
+        rewards = [(float(reward), count) for p in prompts for reward, count in p["rewards"].items()]
+        assert sum(p["rollouts"] for p in prompts) == sum(count for _, count in rewards) == line["rollouts/step"]
+        assert sum(reward * count for reward, count in rewards) / line["rollouts/step"] == line["train/reward_mean"]
+        assert sum(sum(p["kept"].values()) for p in prompts) == line["pods/kept"]
+        assert [p["epoch"] for p in prompts] == (drawn // 12).tolist()
+        assert all(p["kind"] == f"k{p['id'] % 2}" for p in prompts)
+    assert [sample["step"] for sample in samples] == [1] * 4 + [LAST] * 4
+    assert all(sample["prompt"].startswith("t") and sample["tokens"] for sample in samples)
+    assert f"samples of step {LAST}" in run.output
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -155,6 +184,9 @@ def test_summary_and_model(straight, name):
     if name == "lora":
         learned = dataclasses.replace(learned, params=lora.merged(lora.whole(learned), ADAPTERS))
     assert (run.folder / "adapter" / "adapter_model.safetensors").exists() == (name == "lora")
+    if name == "lora":
+        adapter = json.loads((run.folder / "adapter" / "adapter_config.json").read_text())
+        assert pathlib.Path(adapter["base_model_name_or_path"], "model.safetensors").exists()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), learned.params)
     assert tokenizer.load(run.folder / "model").stop_ids[-1] == 256
     for words in ("eval at step 0", "before", "after", "seconds", f"run folder: {run.folder}"):
@@ -167,12 +199,14 @@ def test_evaluating_the_run_folder_gives_its_last_evaluation(straight, run_confi
     run, config = straight(name), run_config(ALGORITHMS[name])
     before = sorted(p.name for p in run.folder.iterdir())
     for folder, step, which in ((run.folder, LAST, "last"), (tmp_path, 0, "first")):
-        out = evaluate.run(config, folder)
+        (out,) = evaluate.run(config, folder).values()
         entry = run.summary["eval"][which]
         assert out["measures"]["accuracy"]["value"] == pytest.approx(entry["accuracy"], abs=1e-6)
         assert out["measures"]["avg@2"]["value"] == pytest.approx(entry["avg_at_k"], abs=1e-6)
         stem = "rljax_test_tasks_parity_task" + ("-000006" if step else "")
         assert json.loads((folder / "eval" / f"{stem}.json").read_text()) == out
+        assert (out["samples"], out["seed"], out["task"]["eval_prompts"]) == (2, 0, 5)
+        assert ("no checkpoint in" in out["model"]) == (step == 0)
         lines = (folder / "eval" / f"{stem}.jsonl").read_text()
         assert lines == (run.folder / "eval" / f"{step:06}.jsonl").read_text() and len(lines.splitlines()) == 5
     assert sorted(p.name for p in run.folder.iterdir()) == before
@@ -249,6 +283,31 @@ def test_resumed_run_is_the_straight_one(straight, run_config, tmp_path, name, s
     for mine, theirs in zip(after.calls, whole.calls[-len(after.calls) :], strict=True):
         jax.tree.map(np.testing.assert_array_equal, mine, theirs)
     assert timeless(after.summary) == timeless(whole.summary)
+    for file in ("rollouts.jsonl", "samples.jsonl"):
+        assert (after.folder / file).read_bytes() == (whole.folder / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("stage", ["train_step", "held_out"])
+def test_a_run_that_is_told_to_end_goes_on_bit_for_bit(straight, run_config, monkeypatch, tmp_path, stage):
+    """SIGTERM in the rollouts after step 2, or in its evaluation, before its line is written (preemption_test.py)."""
+    whole, folder, real, told = straight("cero"), tmp_path / "run", getattr(train, stage), []
+
+    def telling(parts, state, *rest):
+        if state.step == 2 and not told:
+            told.append(signal.raise_signal(signal.SIGTERM))
+        return real(parts, state, *rest)
+
+    monkeypatch.setattr(train, stage, telling)
+    config = run_config(ALGORITHMS["cero"] | {"checkpoint.every": 4})
+    with pytest.raises(preemption.Preempted, match="step 2 is saved"):
+        play(config, folder)
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["2"]
+    after = play(config, folder)
+    assert [timeless(line) for line in after.lines()] == [timeless(line) for line in whole.lines()]
+    assert timeless(after.summary) == timeless(whole.summary)
+    assert_same_state(after.states[LAST], whole.states[LAST])
+    for name in ("rollouts.jsonl", "samples.jsonl", "eval/000002.jsonl"):
+        assert (folder / name).read_bytes() == (whole.folder / name).read_bytes(), name
 
 
 def test_finished_run_trains_nothing_and_says_so(straight, run_config, tmp_path):
@@ -322,7 +381,7 @@ def test_a_grader_that_scores_nothing_ends_the_run_and_changes_nothing(run_confi
     "changes, error, message",
     [
         ({"model.path": "nowhere/model"}, FileNotFoundError, r"model\.path='nowhere/model'.*hf download"),
-        ({"task.name": "rljax_test_tasks:empty_task"}, ValueError, r"'empty', train: empty data set"),
+        ({"task.name": "rljax_test_tasks:empty_task"}, ValueError, "task 'empty' has no training prompts"),
         ({"task.name": "rljax_test_tasks:lacking_task"}, ValueError, r"example 0 lacks field 'answer'"),
         ({"rollout.max_prompt_tokens": 1}, ValueError, r"training prompts has 1 to 1 tokens; raise rollout\.max"),
         ({"mesh.data": 8, "rollout.lanes": 8}, ValueError, r"rollout\.prompts / .* = 4 does not divide over the 8"),
@@ -446,7 +505,8 @@ def test_epochs_that_end_before_the_budget_are_told(run_config):
     )
 
 
-def test_warnings():
-    fine = {"rollouts/truncated": 0.1, "train/unscorable": 0, "train/grader_errors": 0, "train/grader_timeouts": 0}
-    assert runs.warnings(fine) == []
-    assert "hung or crashed the grader" in runs.warnings(fine | {"train/grader_timeouts": 3})[0]
+def test_wandb_that_is_not_installed_is_refused_at_the_start(run_config, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # an import of it fails
+    with pytest.raises(ConfigError, match=r"metrics.wandb = 'math' needs .*pip install 'rljax\[wandb\]'"):
+        train.run(run_config({"metrics.wandb": "math"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

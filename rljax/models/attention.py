@@ -7,6 +7,8 @@ would lose the gradient of that log-sum-exp in jax.nn.dot_product_attention(retu
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -26,30 +28,58 @@ def visible(query_positions, key_positions, key_valid, window: int | None = None
     return mask
 
 
-def attend(q, k, v, mask, prefix_k=None, prefix_v=None, prefix_mask=None):
+class Keys(NamedTuple):
+    """What queries attend to. The G rows' own: k, v [P, KV, G, C, D], positions and valid [P, G, C]. A prefix, shared
+    by the rows of a prompt: k, v [P, KV, S, D], positions and valid [P, 1, S]."""
+
+    k: Any
+    v: Any
+    positions: Any  # int32
+    valid: Any  # bool
+
+
+def attend(q, positions, own: Keys, prefix: Keys | None = None, window=None, chunk: int = 0):
     """softmax over [prefix keys, own keys] of q·k / sqrt(D), applied to the values; softmax in float32.
 
-    q: [P, G, T, H, D]. k, v: [P, G, KV, C, D], the row's own. mask: bool, broadcastable to [P, G, T, C].
-    prefix_k, prefix_v: [P, KV, S, D], shared by the G rows of a prompt. prefix_mask: to [P, G, T, S].
-    Heads are grouped: H = KV * h. Returns [P, G, T, H, D] in q's dtype.
+    q: [P, G, T, H, D], at positions int32[P, G, T]. window: tokens that a query sees, itself included; None is all.
+    chunk: queries of a row whose scores are alive at once, forwards and backwards, so that memory is linear in
+    length; 0 is all. Heads are grouped: H = KV * h. Returns [P, G, T, H, D] in q's dtype.
     """
     P, G, T, H, D = q.shape
-    KV = k.shape[2]
+    if not 0 < chunk < T:
+        return _attend(q, positions, own, prefix, window)
+    parts = -(-T // chunk)
+
+    def split(x):  # [P, G, T, …] → [parts, P, G, chunk, …]; padding is cut off again
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, parts * chunk - T), *[(0, 0)] * (x.ndim - 3)])
+        return jnp.moveaxis(x.reshape(P, G, parts, chunk, *x.shape[3:]), 2, 0)
+
+    # The backward pass computes a chunk's scores again: kept for all chunks they would be quadratic in length.
+    one = jax.checkpoint(lambda x: _attend(*x, own, prefix, window), prevent_cse=False)
+    out = jax.lax.map(one, (split(q), split(positions)))
+    return jnp.moveaxis(out, 0, 2).reshape(P, G, parts * chunk, H, D)[:, :, :T]
+
+
+def _attend(q, positions, own: Keys, prefix: Keys | None, window):
+    P, G, T, H, D = q.shape
+    KV = own.k.shape[1]
     q = q.reshape(P, G, T, KV, H // KV, D) * jnp.asarray(D**-0.5, q.dtype)
     # [P, KV, G, h, T, ·]: batch dimensions lead, so that the prefix product is one matrix product a (P, KV).
     q = q.transpose(0, 3, 1, 4, 2, 5)
-    scores = jnp.einsum("pkghtd,pgkcd->pkghtc", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("pkghtd,pkgcd->pkghtc", q, own.k, preferred_element_type=jnp.float32)
+    mask = visible(positions, own.positions, own.valid, window)
     scores = jnp.where(_to_heads(mask), scores, MASKED)
     S = 0
-    if prefix_k is not None:
-        S = prefix_k.shape[2]
-        prefix = jnp.einsum("pkghtd,pksd->pkghts", q, prefix_k, preferred_element_type=jnp.float32)
-        prefix = jnp.where(_to_heads(prefix_mask), prefix, MASKED)
-        scores = jnp.concatenate([prefix, scores], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("pkghtc,pgkcd->pkghtd", weights[..., S:], v)
-    if prefix_k is not None:
-        out += jnp.einsum("pkghts,pksd->pkghtd", weights[..., :S], prefix_v)
+    if prefix is not None:
+        S = prefix.k.shape[2]
+        shared = jnp.einsum("pkghtd,pksd->pkghts", q, prefix.k, preferred_element_type=jnp.float32)
+        # Without a window every prefix token is seen by every row's token, which it precedes.
+        seen = prefix.valid[:, :, None] if window is None else visible(positions, *prefix[2:], window)
+        scores = jnp.concatenate([jnp.where(_to_heads(seen), shared, MASKED), scores], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1).astype(own.v.dtype)
+    out = jnp.einsum("pkghtc,pkgcd->pkghtd", weights[..., S:], own.v)
+    if prefix is not None:
+        out += jnp.einsum("pkghts,pksd->pkghtd", weights[..., :S], prefix.v)
     return out.transpose(0, 2, 4, 1, 3, 5).reshape(P, G, T, H, D)
 
 

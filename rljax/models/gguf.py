@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 import tokenizers as tk
 
+from rljax import cache
 from rljax.models import hf, weights
 from rljax.models.config import ModelConfig, RopeScaling
 
@@ -80,16 +81,10 @@ def find_wheel(name: str) -> pathlib.Path:
     return found[0]
 
 
-def cache_folder() -> pathlib.Path:
-    """$XDG_CACHE_HOME/rljax, or ~/.cache/rljax."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (pathlib.Path(base) if os.path.isabs(base) else pathlib.Path.home() / ".cache") / "rljax"
-
-
-def to_hf(path: str | os.PathLike, cache: str | os.PathLike | None = None) -> pathlib.Path:
+def to_hf(path: str | os.PathLike, folder: str | os.PathLike | None = None) -> pathlib.Path:
     """The Hugging Face directory of a GGUF file: weights, config.json, tokenizer, chat template, stop ids.
 
-    It stands in `cache` (default: cache_folder()), named after the file and a hash of its place, size and time
+    It stands in `folder` (default: cache.folder()), named after the file and a hash of its place, size and time
     of change, and appears whole or not at all; several processes may ask for it at once. Stop ids are the
     file's eos, eot and eom, and its control tokens that end a text or a turn by their usual names.
     Raises FileNotFoundError for a missing file; ValueError, which names the file and the fault, for an
@@ -98,7 +93,7 @@ def to_hf(path: str | os.PathLike, cache: str | os.PathLike | None = None) -> pa
     file = pathlib.Path(path).expanduser().resolve()
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing; model.path is to name a GGUF file that exists")
-    root = cache_folder() if cache is None else pathlib.Path(cache)
+    root = cache.folder() if folder is None else pathlib.Path(folder)
     stat = file.stat()
     key = hashlib.sha256(f"{LAYOUT}|{file}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:16]
     target = root / f"{file.stem}-{key}"

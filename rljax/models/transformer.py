@@ -22,7 +22,7 @@ from rljax.models.lora import Lora, join, split
 
 
 class KV(NamedTuple):
-    """Keys (rotated) and values of all layers: [L, P, G, KV, C, D] of rows, [L, P, KV, S, D] of prefixes."""
+    """Keys (rotated) and values of all layers: [L, P, KV, G, C, D] of rows, [L, P, KV, S, D] of prefixes."""
 
     k: Any
     v: Any
@@ -34,6 +34,10 @@ class Prefix(NamedTuple):
     kv: KV
     valid: Any  # bool[P, S]
     positions: Any  # int32[P, S]
+
+    def keys(self, kv: KV) -> attention.Keys:
+        """What rows attend to in a layer whose keys and values are `kv`."""
+        return attention.Keys(*kv, self.positions[:, None], self.valid[:, None])
 
 
 class Block(nnx.Module):
@@ -116,23 +120,23 @@ class Decoder(nnx.Module):
             self.head = nnx.Param((head * c.hidden_size**-0.5).astype(dtype), axes=("embed", "vocab"))
         self.config = c
 
-    def extend(self, tokens, positions, valid, prefix: Prefix | None, remat: str):
+    def extend(self, tokens, positions, valid, prefix: Prefix | None, remat: str, chunk: int):
         """hidden[P, G, T, E] and each layer's own keys and values, of rows after an optional prefix."""
         x, cos, sin = self._embed(tokens, positions)
-        masks, windows = self._masks(positions, positions, valid, prefix)
         graphdef, stacked = nnx.split(self.layers)
+        each, same = self._windows()
 
         def layer(x, xs):
-            weights, own_prefix, window = xs
-            mask, prefix_mask = masks(window)
+            weights, shared, window = xs
             block = nnx.merge(graphdef, weights)
             q, k, v = block.qkv(x, cos, sin)
-            k, v = jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3)
-            shared = () if own_prefix is None else (own_prefix.k, own_prefix.v, prefix_mask)
-            x = block.finish(x, attention.attend(q, k, v, mask, *shared))
-            return x, KV(k, v)
+            k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
+            before = None if shared is None else prefix.keys(shared)
+            own = attention.Keys(k, v, positions, valid)
+            out = attention.attend(q, positions, own, before, same if window is None else window, chunk)
+            return block.finish(x, out), KV(k, v)
 
-        xs = stacked, None if prefix is None else prefix.kv, windows
+        xs = stacked, None if prefix is None else prefix.kv, each
         x, kv = jax.lax.scan(REMAT[remat](layer), x, xs)
         return rms_norm(x, self.norm[...], self.config.norm_eps), kv
 
@@ -146,24 +150,25 @@ class Decoder(nnx.Module):
         x, cos, sin = self._embed(tokens[..., None], positions[..., None])
         age = (column - jnp.arange(cache.k.shape[4])) % cache.k.shape[4]
         key_positions = positions[..., None] - age
-        masks, windows = self._masks(positions[..., None], key_positions, age <= index[..., None], prefix)
         graphdef, stacked = nnx.split(self.layers)
+        each, same = self._windows()
 
         def layer(i, carry):
             x, cache = carry
             pick = functools.partial(jax.lax.dynamic_index_in_dim, index=i, axis=0, keepdims=False)
-            weights, window = jax.tree.map(pick, (stacked, windows))
+            weights, window = jax.tree.map(pick, (stacked, each))
             block = nnx.merge(graphdef, weights)
-            mask, prefix_mask = masks(window)
             q, k, v = block.qkv(x, cos, sin)
 
             def put(buffer, new):
-                new = jnp.swapaxes(new, 2, 3)[None].astype(buffer.dtype)
+                new = new.transpose(0, 3, 1, 2, 4)[None].astype(buffer.dtype)
                 return jax.lax.dynamic_update_slice(buffer, new, (i, 0, 0, 0, column, 0))
 
             cache = KV(put(cache.k, k), put(cache.v, v))
             own, shared = jax.tree.map(pick, (cache, prefix.kv))
-            out = attention.attend(q, own.k, own.v, mask, shared.k, shared.v, prefix_mask)
+            own = attention.Keys(*own, key_positions, age <= index[..., None])
+            window = same if window is None else window
+            out = attention.attend(q, positions[..., None], own, prefix.keys(shared), window)
             return block.finish(x, out), cache
 
         x, cache = jax.lax.fori_loop(0, self.config.num_layers, layer, (x, cache))
@@ -182,18 +187,10 @@ class Decoder(nnx.Module):
             cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
         return self.embed[...][tokens], cos, sin
 
-    def _masks(self, positions, key_positions, key_valid, prefix: Prefix | None):
-        """(window → (mask of own keys, of the prefix's or None), windows int32[L], or None if layers are alike)."""
-
-        def masks(window):
-            mask = attention.visible(positions, key_positions, key_valid, window)
-            return mask, None if prefix is None else _prefix_mask(prefix, positions, window)
-
+    def _windows(self):
+        """(each layer's window int32[L], None), or (None, the window of all layers)."""
         windows = self.config.windows()
-        if isinstance(windows, np.ndarray):
-            return masks, jnp.asarray(windows)
-        same = masks(windows)
-        return lambda _: same, None
+        return (jnp.asarray(windows), None) if isinstance(windows, np.ndarray) else (None, windows)
 
 
 # What the backward pass computes again: nothing, all of a layer, or all of it but the products with its weights.
@@ -227,12 +224,6 @@ def rotate(x, cos, sin):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def _prefix_mask(prefix: Prefix, positions, window):
-    if window is None:  # every prefix token precedes every row token
-        return prefix.valid[:, None, None, :]
-    return attention.visible(positions, prefix.positions[:, None], prefix.valid[:, None], window)
-
-
 @functools.lru_cache
 def _abstract(config: ModelConfig, lora: Lora | None, dtype: str):
     """(graphdef, abstract state) of a decoder; nothing is allocated."""
@@ -244,6 +235,7 @@ class Model:
     """The static half of a decoder.
 
     remat: what the backward pass recomputes, a key of REMAT. lora: adapters beside its projections.
+    attention_chunk: tokens of a row whose attention scores are alive at once; 0 is all.
     compute_dtype: of products and caches; "" is the parameters' own. Norms, rotary embeddings, softmax and logits
     are float32 always.
     """
@@ -252,6 +244,7 @@ class Model:
     remat: str = "none"
     lora: Lora | None = None
     compute_dtype: str = ""
+    attention_chunk: int = 0
 
     def init(self, key, dtype="float32"):
         """Random parameters: a nested dict of arrays."""
@@ -280,15 +273,17 @@ class Model:
     def prefill(self, params, tokens, valid) -> Prefix:
         """Keys and values of prompts. tokens: int32[P, S]; valid: bool[P, S], padding at either side."""
         positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0).astype(jnp.int32)
-        _, kv = self._decoder(params).extend(tokens[:, None], positions[:, None], valid[:, None], None, self.remat)
-        return Prefix(jax.tree.map(lambda a: a[:, :, 0], kv), valid, positions)
+        rows = tokens[:, None], positions[:, None], valid[:, None]
+        _, kv = self._decoder(params).extend(*rows, None, self.remat, self.attention_chunk)
+        return Prefix(jax.tree.map(lambda a: a[:, :, :, 0], kv), valid, positions)
 
     def extend(self, params, tokens, valid, prefix: Prefix | None = None):
         """hidden[P, G, T, E] of rows that continue their prompt's prefix. tokens, valid: [P, G, T]."""
         positions = jnp.maximum(jnp.cumsum(valid, axis=-1) - 1, 0).astype(jnp.int32)
         if prefix is not None:
             positions += jnp.sum(prefix.valid, axis=1, dtype=jnp.int32)[:, None, None]
-        return self._decoder(params).extend(tokens, positions, valid, prefix, self.remat)[0]
+        decoder = self._decoder(params)
+        return decoder.extend(tokens, positions, valid, prefix, self.remat, self.attention_chunk)[0]
 
     def decode(self, params, tokens, positions, index, prefix: Prefix, cache: KV, column):
         """hidden[P, G, E] of one more token a row, and the cache with it; see Decoder.decode."""

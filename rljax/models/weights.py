@@ -157,13 +157,21 @@ class Source(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write(folder: pathlib.Path, tensors: Mapping[str, Source]) -> None:
-    """model.safetensors, or several of at most SHARD_BYTES and their index; one block is in memory at a time."""
+def write(folder: pathlib.Path | None, tensors: Mapping[str, Source]) -> None:
+    """model.safetensors, or several of at most SHARD_BYTES and their index; one block is in memory at a time.
+
+    folder: None only asks for all blocks in the same order, as the other hosts do whose arrays one host writes.
+    """
     shards: list[dict[str, Source]] = [{}]
     for name, tensor in tensors.items():
         if shards[-1] and sum(t.size for t in shards[-1].values()) + tensor.size > SHARD_BYTES:
             shards.append({})
         shards[-1][name] = tensor
+    if folder is None:
+        for tensor in (tensor for shard in shards for tensor in _aligned(shard).values()):
+            for _ in tensor.blocks():
+                pass
+        return
     if len(shards) == 1:
         return _write_file(folder / SINGLE, shards[0])
     places = {}
@@ -176,8 +184,13 @@ def write(folder: pathlib.Path, tensors: Mapping[str, Source]) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def _aligned(tensors: dict[str, Source]) -> dict[str, Source]:
+    """In an order in which all are aligned without gaps."""
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
 def _write_file(file: pathlib.Path, tensors: dict[str, Source]) -> None:
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))  # aligned without gaps
+    tensors = _aligned(tensors)
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():

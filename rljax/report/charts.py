@@ -243,7 +243,9 @@ def bars(rows: Sequence[tuple[str, float, str]], *, top: float, number: int) -> 
 
 def histogram(bins: Sequence[str], made: Sequence[float], kept: Sequence[float], *, number: int, label: str) -> str:
     """An SVG of two bars a bin: share of all rollouts, hatched, and of the kept ones, filled."""
-    y = Scale.of((0.0, max(*made, *kept, 0.01)), log=False, start=HEIGHT - BOTTOM, end=TOP)
+    labelled = len(bins) <= 4
+    highest = max(*made, *kept, 0.01) * (1.1 if labelled else 1.0)  # with room for the number above a bar
+    y = Scale.of((0.0, highest), log=False, start=HEIGHT - BOTTOM, end=TOP)
     wide = (WIDTH - 10 - LEFT) / len(bins)
     bottom, parts = HEIGHT - BOTTOM, []
     for tick in y.ticks:
@@ -258,7 +260,7 @@ def histogram(bins: Sequence[str], made: Sequence[float], kept: Sequence[float],
                 f'height="{bottom - y(value):.1f}"><title>{escape(name)}: {words.share(value)} of the '
                 f"{'rollouts made' if kind == 'made' else 'rollouts kept'}</title></rect>"
             )
-            if len(bins) <= 4:
+            if labelled:
                 parts.append(
                     f'<text class="tick" x="{left + half / 2:.1f}" y="{max(y(value) - 4, 11):.1f}" '
                     f'text-anchor="middle">{words.share(value)}</text>'

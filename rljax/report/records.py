@@ -45,10 +45,11 @@ def by_success(group: Group) -> HeatMap | None:
     """Rollouts in each epoch by how often their prompt had been right before: the mean of its Beta posterior.
 
     The posterior is the prior of the config's block cero and every earlier rollout of the prompt in the run,
-    whatever allocates the budget. None where no run records rollouts.
+    whatever allocates the budget. None where no run records rollouts, or no prompt came twice.
     """
     names = [UNSEEN, *(f"{100 * i // BINS}–{100 * (i + 1) // BINS}% right" for i in range(BINS))]
-    return _by_epoch(group, _posterior_bins, {i - 1: name for i, name in enumerate(names)})
+    found = _by_epoch(group, _posterior_bins, {i - 1: name for i, name in enumerate(names)})
+    return None if found is None or list(found.rows) == [UNSEEN] else found
 
 
 def _posterior_bins(run: Run) -> list[int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from typing import Any
 
+from rljax.tasks import kinds
 from rljax.tasks.base import Task
 
 
@@ -27,10 +29,19 @@ def _file(config: Any) -> Task:
     return files.from_config(config)
 
 
+def _gym(config: Any) -> Task:
+    from rljax.tasks import gym
+
+    return gym.from_config(config)
+
+
 # name -> a function of the config's task block. Modules are imported when asked for, with what they need.
 TASKS: dict[str, Callable[[Any], Task]] = {
     "arithmetic": _arithmetic,
+    "reasoning_gym": _gym,
     "file": _file,
+    "choice": _file,
+    "sciknoweval": _file,
     "gsm8k": _file,
     "math": _file,
     "aime": _file,
@@ -43,7 +54,8 @@ def load(config: Any) -> Task:
     """The task of a config's ``task`` block (``config.name``, and what that task reads).
 
     ``name`` is a key of :data:`TASKS`, or ``"package.module:function"`` for a task outside the package: the
-    function takes the block and returns a :class:`rljax.tasks.base.Task`.
+    function takes the block and returns a :class:`rljax.tasks.base.Task`. Where no example has a "kind", the first of
+    kinds.FIELDS that groups them ("level", "difficulty" …) gives each one.
 
     Raises:
         ValueError: an unknown name, a path that leads nowhere, or a function that returns no Task.
@@ -59,7 +71,8 @@ def load(config: Any) -> Task:
         )
     if not isinstance(task, Task):
         raise ValueError(f"task.name={config.name!r} returned a {type(task).__name__}; return a rljax.tasks.base.Task")
-    return task
+    train, held_out = kinds.add(task.train, task.eval)
+    return dataclasses.replace(task, train=train, eval=held_out)
 
 
 def _from_path(path: str) -> Callable[[Any], object]:

@@ -11,11 +11,11 @@ pairs are for training too.
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import zlib
 from collections.abc import Callable
 
+from rljax.tasks import terms as terms_lib
 from rljax.tasks.base import Task
 
 # Percent of all unordered operand pairs. The warm start is launch/make_tiny.py's.
@@ -109,20 +109,7 @@ def few_shot(kind: str, terms: list[int], ops: list[str], shots: int, rng: rando
 
 def parse_mix(mix: str) -> dict[str, float]:
     """ "add2:3,mul21:1" → {"add2": 3.0, "mul21": 1.0}; "" is DEFAULT_MIX. Raises ValueError if malformed."""
-    weights = {}
-    for part in (mix if mix else DEFAULT_MIX).split(","):
-        kind, _, weight = part.strip().partition(":")
-        if kind not in KINDS:
-            raise ValueError(f"task.mix={mix!r}: no kind {kind!r}; known: {', '.join(KINDS)}")
-        if kind in weights:
-            raise ValueError(f"task.mix={mix!r}: {kind} stands twice; give it one weight")
-        try:
-            weights[kind] = float(weight) if weight else 1.0
-        except ValueError:
-            raise ValueError(f"task.mix={mix!r}: the weight {weight!r} of {kind} is not a number") from None
-        if not 0 < weights[kind] < math.inf:
-            raise ValueError(f"task.mix={mix!r}: the weight of {kind} must be above 0 and finite")
-    return weights
+    return terms_lib.parse(mix if mix else DEFAULT_MIX, ",", KINDS, key="task.mix", what="kind")
 
 
 def problems(split: str, count: int, mix: str, seed: int, shots: int = 0) -> list[dict]:

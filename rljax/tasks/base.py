@@ -16,7 +16,8 @@ class Task:
 
     name: shown in messages and reports.
     train, eval: examples, disjoint. Each is a dict of plain data with at least "prompt" (text) and "answer";
-        "kind" or "difficulty" (a label or number) is optional and groups the results.
+        "kind" (a label) is optional and groups the results; where no example has it, "level", "type" or "difficulty"
+        (a label or a number) serves, if all have it.
     grade: ``(completion, example) -> reward``; None, NaN or infinity say that the row cannot be scored. It
         runs in a worker process, to which cloudpickle carries it: a function of an importable module, or one
         defined in a notebook or script. Its module must import no jax.
@@ -25,7 +26,7 @@ class Task:
     dropped: rows removed when the data was built, counted by reason.
 
     Raises:
-        ValueError: a data set is empty, or an example lacks a field; names the task, the set and the index.
+        ValueError: there is nothing held out, or an example lacks a field; names the task, the set and the index.
     """
 
     name: str
@@ -36,7 +37,8 @@ class Task:
     dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_examples(self.train, where=f"task {self.name!r}, train")
+        if self.train:
+            check_examples(self.train, where=f"task {self.name!r}, train")
         check_examples(self.eval, where=f"task {self.name!r}, eval")
         if not callable(self.grade):
             raise ValueError(f"task {self.name!r}: grade is {self.grade!r}, not a function of two arguments")

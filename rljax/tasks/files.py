@@ -1,22 +1,20 @@
-"""Tasks whose problems stand in a data file: a few known by name, and "file" for any other."""
+"""Tasks whose problems stand in a data file: a few known by name, and "file" and "choice" for any other."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-import math
 import random
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rljax.tasks import grading, records
+from rljax.tasks import choices as choices_lib
+from rljax.tasks import graders, grading, kinds, records
 from rljax.tasks.base import Task
+from rljax.tasks.graders import Reward
 
-KINDS = ("kind", "level", "type", "difficulty")  # fields that may group the results
-MAX_KINDS = 20  # values of such a field; one of more is no grouping
 BOXED = "{prompt}\n\nThink step by step, and end with the final answer in \\boxed{}."
+LETTERED = "{prompt}\n\nThink step by step, and end with the letter of the right choice in \\boxed{}."
 
 
 def _after_hash(text: str) -> str | None:
@@ -32,26 +30,14 @@ GOLDS: dict[str, Callable[[str], str | None]] = {
 }
 
 
-class Grader(NamedTuple):
-    """grade: (completion, gold) → reward. reads: whether it can grade against a gold answer at all."""
-
-    grade: Callable[[str, str], float]
-    reads: Callable[[str], bool]
-
-
-GRADERS: dict[str, Grader] = {
-    "math": Grader(grading.grade_math, grading.gold_parses),
-    "exact": Grader(grading.grade_exact, bool),
-    "numeric": Grader(grading.grade_numeric, grading.holds_number),
-}
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
     """Where a row of a data file has its parts, and how they are used.
 
     prompt, answer: fields; a dot goes into an object or, with a number, into a list: "prompt.0.content".
-    gold: a key of GOLDS. grader: a key of GRADERS. template: what the model is given, with "{prompt}".
+    kind: the field that groups the results; "": the first of kinds.FIELDS that does.
+    choices: the field of a multiple-choice row's choices, as choices.of_row takes it; None: no multiple choice.
+    gold: a key of GOLDS. grader: as graders.reward takes it. template: what the model is given, with "{prompt}".
     """
 
     prompt: str
@@ -59,18 +45,23 @@ class Layout:
     gold: str
     grader: str
     template: str
+    kind: str = ""
+    choices: str | None = None
 
     def __post_init__(self) -> None:
-        for key, value, known in (("gold", self.gold, GOLDS), ("grader", self.grader, GRADERS)):
-            if value not in known:
-                raise ValueError(f"task.{key}={value!r} is unknown; known: {', '.join(known)}")
+        if self.gold not in GOLDS:
+            raise ValueError(f"task.gold={self.gold!r} is unknown; known: {', '.join(GOLDS)}")
         if "{prompt}" not in self.template:
             raise ValueError(f"task.template={self.template!r} lacks {{prompt}}, the place of the problem; add it")
 
 
 _PROBLEM = Layout(prompt="problem", answer="answer", gold="as_is", grader="math", template=BOXED)
+_CHOICE = Layout(prompt="question", answer="answer", gold="as_is", grader="choice", template=LETTERED, choices="")
 LAYOUTS: dict[str, Layout] = {
     "file": Layout(prompt="prompt", answer="answer", gold="as_is", grader="math", template="{prompt}"),
+    "choice": _CHOICE,
+    # hicai-zju/SciKnowEval (arXiv 2406.09098); its rows without choices are left out
+    "sciknoweval": dataclasses.replace(_CHOICE, answer="answerKey", choices="choices", kind="details.level"),
     "gsm8k": Layout(prompt="question", answer="answer", gold="hash", grader="math", template=BOXED),
     "math": _PROBLEM,
     "aime": _PROBLEM,
@@ -91,6 +82,8 @@ def from_config(config: Any) -> Task:
     given = {
         "prompt": config.prompt_field,
         "answer": config.answer_field,
+        "kind": config.kind_field,
+        "choices": config.choices_field,
         "gold": config.gold,
         "grader": config.grader,
         "template": config.template,
@@ -99,6 +92,7 @@ def from_config(config: Any) -> Task:
     return make(
         name=config.name,
         layout=layout,
+        reward=graders.from_config(config, layout.grader),
         path=config.path,
         eval_path=config.eval_path,
         train_prompts=config.train_prompts,
@@ -112,6 +106,7 @@ def make(
     *,
     name: str,
     layout: Layout,
+    reward: Reward,
     path: str,
     eval_path: str,
     train_prompts: int,
@@ -121,29 +116,38 @@ def make(
 ) -> Task:
     """The problems of a data file, or of one for training and one held out.
 
-    No prompt stands twice, nor both in training and held out (then it is held out). Rows whose gold answer the
-    grader cannot read are left out; ``Task.dropped`` counts all that is left out, by reason.
+    No prompt stands twice, nor both in training and held out (then it is held out). Rows whose gold answer a grader
+    of the reward cannot read are left out, and of multiple choice those without choices; ``Task.dropped`` counts all
+    that is left out, by reason. Held-out examples are judged by the reward's main grader alone.
 
     Args:
-        path, eval_path: see records.read. With eval_path = "", eval_prompts rows of path are held out.
+        path, eval_path: see records.read. With eval_path = "", eval_prompts rows of path are held out. With path = ""
+            there is nothing to train on.
         train_prompts, eval_prompts: at most that many, chosen by the seed; 0 is all there are.
 
     Raises:
         ValueError: a row lacks a field or has the wrong type there (with file and line); nothing is left.
         FileNotFoundError: no such file.
     """
+    if layout.choices is not None and "choice" not in reward.weights:
+        raise ValueError(
+            f"task.grader={layout.grader!r} does not grade the letters of multiple choice; set it to choice, or to a "
+            "sum with it, or unset task.choices_field"
+        )
     dropped: collections.Counter[str] = collections.Counter()
-    train = _Pool(path, layout, f"{seed}/train", dropped)
+    train = _Pool(path, layout, reward, f"{seed}/train", dropped) if path else None
     if eval_path:
-        held_out = _Pool(eval_path, layout, f"{seed}/eval", dropped)
-        dropped["in task.eval_path too"] = train.remove(held_out.rows)
+        held_out = _Pool(eval_path, layout, reward, f"{seed}/eval", dropped)
+        dropped["in task.eval_path too"] = 0 if train is None else train.remove(held_out.rows)
         held = held_out.take(eval_prompts)
         dropped["over task.eval_prompts"] = len(held_out.rows)
-    else:
+    elif train is not None:
         held = train.take(eval_prompts)
-    chosen = train.take(train_prompts)
-    dropped["over task.train_prompts"] = len(train.rows)
-    if not chosen:
+    else:
+        raise ValueError("task.path and task.eval_path are both empty; name a data file")
+    chosen = [] if train is None else train.take(train_prompts)
+    dropped["over task.train_prompts"] = 0 if train is None else len(train.rows)
+    if train is not None and not chosen:
         raise ValueError(
             f"task.path={path!r} leaves no training prompt beside {len(held):,} held out; "
             "lower task.eval_prompts, or give task.eval_path"
@@ -151,53 +155,78 @@ def make(
     return Task(
         name=name,
         train=[_example(row, layout) for row in chosen],
-        eval=[_example(row, layout) for row in held],
-        grade=functools.partial(grade, grader=layout.grader),
+        eval=reward.judged([_example(row, layout) for row in held]),
+        grade=reward,
         stop=stop,
         dropped={reason: count for reason, count in dropped.items() if count},
     )
 
 
-def grade(completion: str, example: dict, *, grader: str) -> float:
-    """The reward of a completion by the grader of that name against ``example["answer"]``."""
-    return GRADERS[grader].grade(completion, example["answer"])
-
-
 def gold_of(row: dict, layout: Layout, place: str) -> str | None:
     """The gold answer in a data file's row, or None. place: of the row, for messages."""
-    return GOLDS[layout.gold](_text(row, layout.answer, "task.answer_field", place))
+    return GOLDS[layout.gold](records.text(row, layout.answer, "task.answer_field", place))
 
 
 class _Row(NamedTuple):
+    """A row as it is used; letters: of its choices, "" where it has none."""
+
     prompt: str
     gold: str | None
-    kind: str | None
+    letters: str
+    fields: dict  # that may group the results
+    kind: str = ""
+
+
+def _read(fields: dict, layout: Layout, place: str) -> _Row | None:
+    """What a row of a data file gives; None where it is to be of multiple choice and has no choices."""
+    prompt, letters = records.text(fields, layout.prompt, "task.prompt_field", place), ""
+    gold = gold_of(fields, layout, place)
+    if layout.choices is not None:
+        offered = choices_lib.of_row(fields, layout.choices, place)
+        if not offered:
+            return None
+        prompt, letters = prompt and choices_lib.lettered(prompt, offered), choices_lib.LETTERS[: len(offered)]
+        if layout.gold == "as_is" and gold:  # a number is another thing than its digits here
+            gold = records.value(fields, layout.answer, "task.answer_field", place)
+        gold = choices_lib.gold_letter(offered, gold)
+    if layout.kind:
+        return _Row(prompt, gold, letters, {layout.kind: _group(fields, layout.kind, place)})
+    return _Row(prompt, gold, letters, {name: fields[name] for name in kinds.FIELDS if name in fields})
+
+
+def _group(fields: dict, field: str, place: str) -> str | float:
+    """What groups a row's results: a number or a text."""
+    found = records.value(fields, field, "task.kind_field", place)
+    number = isinstance(found, int | float) and not isinstance(found, bool)
+    return found if number else records.text(fields, field, "task.kind_field", place)
 
 
 def _example(row: _Row, layout: Layout) -> dict:
     example = {"prompt": layout.template.replace("{prompt}", row.prompt), "answer": row.gold}
-    return example if row.kind is None else example | {"kind": row.kind}
+    more = {"letters": row.letters, "kind": row.kind}
+    return example | {name: value for name, value in more.items() if value}
 
 
 class _Pool:
     """The rows of a data file that are not yet chosen, in an order of the seed's."""
 
-    def __init__(self, path: str, layout: Layout, seed: str, dropped: collections.Counter[str]):
-        self.path, self.layout, self.dropped = path, layout, dropped
-        rows: dict[str, tuple[str, str | None, dict]] = {}
+    def __init__(self, path: str, layout: Layout, reward: Reward, seed: str, dropped: collections.Counter[str]):
+        self.path, self.layout, self.reward, self.dropped = path, layout, reward, dropped
+        rows: dict[str, _Row] = {}
         for place, fields in records.read(path):
-            prompt = _text(fields, layout.prompt, "task.prompt_field", place)
-            gold = gold_of(fields, layout, place)
-            if not prompt:
+            row = _read(fields, layout, place)
+            if row is None:
+                dropped["without choices"] += 1
+            elif not row.prompt:
                 dropped["without a prompt"] += 1
-            elif prompt in rows:
+            elif row.prompt in rows:
                 dropped["whose prompt stands twice"] += 1
             else:
-                rows[prompt] = prompt, gold, {name: fields[name] for name in KINDS if name in fields}
+                rows[row.prompt] = row
         if not rows:
-            raise ValueError(f"data file {path} has no row with a prompt; name one that has")
-        kind = _kind_field([fields for _, _, fields in rows.values()])
-        found = [_Row(prompt, gold, _label(fields[kind]) if kind else None) for prompt, gold, fields in rows.values()]
+            what = "a prompt" if layout.choices is None else "a prompt and choices"
+            raise ValueError(f"data file {path} has no row with {what}; name one that has")
+        found = _with_kinds(list(rows.values()), layout.kind, path)
         self.rows = random.Random(seed).sample(found, len(found))
 
     def remove(self, others: list[_Row]) -> int:
@@ -207,59 +236,34 @@ class _Pool:
         return before - len(self.rows)
 
     def take(self, count: int) -> list[_Row]:
-        """Chooses `count` rows that the grader can grade, or all; passes over the others, and counts them.
+        """Chooses `count` rows that the reward can grade, or all; passes over the others, and counts them.
 
         Raises ValueError where there is none.
         """
-        reads = GRADERS[self.layout.grader].reads
         chosen, unread = [], []
         while self.rows and not (count and len(chosen) == count):
             row = self.rows.pop()
-            (chosen if row.gold and reads(row.gold) else unread).append(row)
-        self.dropped["whose gold answer does not parse"] += len(unread)
+            (chosen if row.gold and self.reward.reads(row.gold) else unread).append(row)
+        why = "whose gold answer does not parse" if self.layout.choices is None else "whose gold answer is no choice"
+        self.dropped[why] += len(unread)
         if not chosen and unread:
             raise ValueError(
                 f"{self.path}: task.grader={self.layout.grader!r} can read none of the {len(unread):,} gold answers "
-                f"(task.gold={self.layout.gold!r}), such as {unread[0].gold!r}; check task.answer_field and these"
+                f"(task.gold={self.layout.gold!r}), such as {unread[0].gold!r}; check task.answer_field and these "
+                "(task.grader=exact compares any text)"
             )
         return chosen
 
 
-def _text(row: dict, field: str, key: str, place: str) -> str:
-    """The text, or the number as text, of a row's field; "" where it is null."""
-    value: Any = row
-    if field in row:
-        value = row[field]
-    else:
-        for part in field.split("."):
-            try:
-                value = value[int(part) if isinstance(value, list) else part]
-            except (KeyError, IndexError, TypeError, ValueError):
-                raise ValueError(f"{place} has no field {field!r} ({key}); it has {', '.join(row)}") from None
-    if value is None:
-        return ""
-    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
-        value = int(value)
-    if not isinstance(value, str | int | float):
+def _with_kinds(rows: list[_Row], field: str, path: str) -> list[_Row]:
+    """The rows with the kind of a field, or of the first that groups them where field is ""."""
+    name = field if field else kinds.field_of([row.fields for row in rows])
+    if name is None:
+        return rows
+    labels = [kinds.label(row.fields[name]) for row in rows]
+    if len(set(labels)) > kinds.MAX_KINDS:
         raise ValueError(
-            f"{place}: the field {field!r} ({key}) is a {type(value).__name__}, not text; "
-            f"name a part of it, such as {field}.{'0' if isinstance(value, list) else 'name'}"
+            f"{path}: task.kind_field={field!r} has {len(set(labels)):,} values; results are grouped by at most "
+            f"{kinds.MAX_KINDS}; name another field"
         )
-    text = str(value).strip()
-    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-        raise ValueError(f"{place}: the field {field!r} ({key}) holds a lone surrogate, which is no text; mend it")
-    return text
-
-
-def _kind_field(rows: list[dict]) -> str | None:
-    """The first of KINDS that every row has, with 2 to MAX_KINDS labels."""
-    for name in KINDS:
-        if all(isinstance(row.get(name), str | int | float) for row in rows):
-            if 2 <= len({_label(row[name]) for row in rows}) <= MAX_KINDS:
-                return name
-    return None
-
-
-def _label(value: str | float) -> str:
-    """A name of a kind that can be part of a metric's name; a number is rounded to a whole one."""
-    return re.sub(r"\W+", "_", value.strip()) if isinstance(value, str) else f"{value:.0f}"
+    return [row._replace(kind=label) for row, label in zip(rows, labels, strict=True)]

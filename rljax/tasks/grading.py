@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -34,7 +35,9 @@ _LATEX_FRACTION = re.compile(
 )
 _LATEX_THOUSANDS = re.compile(r"(?<=[0-9])(?:,\s*\\!|\{,\})\s*(?=[0-9]{3}(?![0-9]))")
 _TRAILING = re.compile(r"(?:\\[,;:! ]|[.,;\s])+\Z")  # punctuation, and LaTeX's spaces
-_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
+TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf)\s*\{([^{}]*)\}")
+_LETTERS_ONLY = re.compile(r"(?:[^\W\d_]|[-\s,.;:'’&])+")  # of any alphabet, and what stands between words
+_WORD = re.compile(r"[^\W\d_]{2,}")
 
 
 def last_box(text: str) -> str | None:
@@ -53,14 +56,18 @@ def last_box(text: str) -> str | None:
     return content
 
 
-def _marked_answer(completion: str) -> str | None:
+def last_tag(text: str) -> str | None:
+    """The content of the last ``<answer>...</answer>`` that is not empty."""
+    tags = [content.strip() for content in _ANSWER_TAG.findall(text)]
+    return [content for content in tags if content][-1] if any(tags) else None
+
+
+def marked_answer(completion: str) -> str | None:
     """The answer that the completion marks as such: a box, an answer tag or a line after "####"."""
-    box = last_box(completion)
-    if box is not None:
-        return box
-    tags = [content.strip() for content in _ANSWER_TAG.findall(completion)]
-    if any(tags):
-        return [content for content in tags if content][-1]
+    for find in (last_box, last_tag):
+        found = find(completion)
+        if found is not None:
+            return found
     _, hashes, tail = completion.rpartition("####")
     line = tail.split("\n", 1)[0].strip() if hashes else ""
     return line if line else None
@@ -76,7 +83,7 @@ def extract_answer(completion: str) -> str | None:
       4. its last number (``-1,234.5``, ``1e-3`` or ``1/6``).
     An empty or unfinished mark is passed over.
     """
-    marked = _marked_answer(completion)
+    marked = marked_answer(completion)
     if marked is not None:
         return marked
     numbers = _NUMBER.findall(completion.replace("−", "-"))
@@ -113,7 +120,7 @@ def _fraction(text: str) -> Fraction | None:
 
 def _text(answer: str) -> str:
     """An answer without the marks around it: dollar signs, LaTeX text commands, spaces, a full stop."""
-    answer = _TEXT_COMMAND.sub(r"\1", answer.replace("\\!", "").strip())
+    answer = TEXT_COMMAND.sub(r"\1", answer.replace("\\!", "").strip())
     answer = answer.removesuffix(".").strip()
     if len(answer) > 1 and answer[0] == answer[-1] == "$":
         answer = answer.strip("$")
@@ -122,8 +129,28 @@ def _text(answer: str) -> str:
 
 def _gold_answer(gold: str | float) -> str:
     """A gold answer as text; the content of its box if it is boxed, the part after "####" if it has one."""
-    marked = _marked_answer(str(gold))
+    marked = marked_answer(str(gold))
     return str(gold).strip() if marked is None else marked
+
+
+def is_words(gold: str | float) -> bool:
+    """Whether a gold answer is words, not mathematics: "Cairo", ``\\text{two lines}``, "no".
+
+    It holds letters, spaces and punctuation alone, and a word: two letters or more with a vowel (three beside a
+    hyphen, which may be a minus), four or more without one, or two of another alphabet. "xy", "CD" and "x" are
+    products and names of mathematics.
+    """
+    text = _text(_gold_answer(gold))
+    least = 3 if "-" in text else 2
+    return _LETTERS_ONLY.fullmatch(text) is not None and any(
+        len(word) >= 4 or not word.isascii() or (len(word) >= least and not set("aeiou").isdisjoint(word.lower()))
+        for word in _WORD.findall(text)
+    )
+
+
+def _grade_text(completion: str, gold: str | float, fold: Callable[[str], str]) -> float:
+    marked = marked_answer(completion)
+    return float(fold(_text(completion if marked is None else marked)) == fold(_text(_gold_answer(gold))))
 
 
 @functools.cache
@@ -214,14 +241,20 @@ def grade_math(completion: str, gold: str | float) -> float:
     """1.0 if the completion's answer equals the gold answer as mathematics, else 0.0.
 
     Args:
-        completion: text; its answer is what :func:`extract_answer` finds.
+        completion: text; its answer is what :func:`extract_answer` finds: what it marks (box, answer tag or "####"),
+            else its last number.
         gold: the right answer, as LaTeX, plain text or a number, with or without ``\\boxed{}``.
+
+    A gold answer that :func:`is_words` is compared as text instead, whatever the case, with what the completion marks,
+    else with all of it.
 
     Equal texts and equal plain numbers are decided at once; the rest by math-verify, without its timeouts
     (they need the main thread). An answer longer than ``MAX_ANSWER_CHARS``, nested deeper than
     ``MAX_DEPTH`` or with a number of more than ``MAX_BITS`` bits scores 0.0 uncompared. Others may still take
     long: grade model output in the pool.
     """
+    if is_words(gold):
+        return _grade_text(completion, gold, str.casefold)
     answer = extract_answer(completion)
     if answer is None:
         return 0.0
@@ -238,7 +271,9 @@ def grade_math(completion: str, gold: str | float) -> float:
 
 
 def gold_parses(gold: str | float) -> bool:
-    """Whether a gold answer can be graded by :func:`grade_math`: it reads as mathematics of a sane size."""
+    """Whether a gold answer can be graded by :func:`grade_math`: words, or mathematics of a sane size."""
+    if is_words(gold):
+        return True
     gold = _gold_answer(gold)
     return _fraction(_text(gold)) is not None or bool(_parse(gold))
 
@@ -259,8 +294,7 @@ def grade_exact(completion: str, gold: str) -> float:
     The answer is what the completion marks (box, answer tag or "####"), else the whole completion. Outer
     spaces, runs of spaces, dollar signs, LaTeX text commands and a final full stop do not count.
     """
-    marked = _marked_answer(completion)
-    return float(_text(completion if marked is None else marked) == _text(_gold_answer(gold)))
+    return _grade_text(completion, gold, str)
 
 
 def _number(answer: str) -> Fraction | None:
@@ -277,6 +311,7 @@ def holds_number(gold: str | float) -> bool:
 def grade_numeric(completion: str, gold: str | float, *, rel_tol: float = 0.0, abs_tol: float = 0.0) -> float:
     """1.0 if the last number of the completion's answer equals the gold number, else 0.0.
 
+    The answer is what the completion marks (box, answer tag or "####"), else its last number.
     |answer - gold| <= max(rel_tol * |gold|, abs_tol), in exact arithmetic: "0.5" and "1/2" are equal.
     Units, currency and percent signs around the number are passed over.
 
@@ -292,37 +327,6 @@ def grade_numeric(completion: str, gold: str | float, *, rel_tol: float = 0.0, a
         return 0.0
     allowed = max(Fraction(rel_tol) * abs(gold_number), Fraction(abs_tol))
     return float(abs(number - gold_number) <= allowed)
-
-
-def extract_choice(completion: str, letters: str = "ABCD") -> str | None:
-    """The letter of ``letters`` that a completion chooses, or None.
-
-    Taken from the marked answer, else from the last "answer is (B)" or "Answer: B", else from a last line
-    that is but the letter. A letter is upper case and may stand in brackets or before ":", "." or ")".
-    """
-    letter = rf"[(\[]?([{re.escape(letters)}])\b"
-    marked = _marked_answer(completion)
-    if marked is not None:
-        found = re.match(letter, _text(marked))
-        return found.group(1) if found else None
-    text = _TEXT_COMMAND.sub(r"\1", completion).replace("*", "").strip()
-    said = re.findall(rf"(?i:answer)(?:\s*(?:(?i:is)|:|=))*\s*{letter}", text)
-    if said:
-        return said[-1]
-    last_line = text.splitlines()[-1].strip() if text else ""
-    alone = re.fullmatch(rf"{letter}[)\].:]*", last_line)
-    return alone.group(1) if alone else None
-
-
-def grade_choice(completion: str, gold: str, *, letters: str = "ABCD") -> float:
-    """1.0 if the completion chooses the gold letter (see :func:`extract_choice`), else 0.0.
-
-    Raises:
-        ValueError: the gold is not one of ``letters``.
-    """
-    if len(gold) != 1 or gold not in letters:
-        raise ValueError(f"gold answer {gold!r} is not one letter of {letters!r}: fix the data or `letters`")
-    return float(extract_choice(completion, letters) == gold)
 
 
 def format_reward(completion: str, *, prompt_end: str = "", tags: tuple[str, ...] = ("think", "answer")) -> float:

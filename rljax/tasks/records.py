@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import decimal
 import glob
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -67,6 +69,8 @@ def _json_value(text: bytes, place: str) -> Any:
         return json.loads(text)
     except ValueError as error:  # not JSON, or not UTF-8
         raise ValueError(f"{place} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{place} nests too deep to be read as JSON: {error}") from error
 
 
 def _checked(row: Any, place: str) -> dict:
@@ -126,6 +130,62 @@ def _prepared(folder: pathlib.Path, split: str) -> Rows:
         raise ValueError(f"{folder}: no split {split!r} ({reason}); it has {splits}") from error
     for number in range(len(source)):
         yield f"{folder}:{split}, row {number + 1}", _plain(source[number])
+
+
+def value(row: dict, field: str, key: str, place: str) -> Any:
+    """What a row holds at a field; a dot goes into an object or, with a number, into a list: "prompt.0.content".
+
+    key: the config key that names the field; place: of the row; both for messages. Raises ValueError if there is none.
+    """
+    found: Any = row
+    if field in row:
+        return row[field]
+    for part in field.split("."):
+        try:
+            found = found[int(part) if isinstance(found, list) else part]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise ValueError(f"{place} has no field {field!r} ({key}); it has {', '.join(row)}") from None
+    return found
+
+
+def text(row: dict, field: str, key: str, place: str) -> str:
+    """:func:`value` as :func:`as_text`; the error names a part of it where it is no text."""
+    found = value(row, field, key, place)
+    where = f"{place}: the field {field!r} ({key})"
+    if isinstance(found, list | dict):
+        raise ValueError(
+            f"{where} is a {type(found).__name__}, not text; "
+            f"name a part of it, such as {field}.{'0' if isinstance(found, list) else 'name'}"
+        )
+    return as_text(found, where)
+
+
+def as_text(value: Any, where: str) -> str:
+    """A text without outer spaces; of null "", of true and false those words, of a number its digits.
+
+    A whole float below 2**53 is written as a whole number (142.0 is "142"), another as shortly as it is told apart
+    (1e23 is "1e+23"), a decimal in full.
+
+    Raises:
+        ValueError: NaN, infinity, a lone surrogate, or no text at all. where: the place and the field.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float | decimal.Decimal) and not math.isfinite(value):
+        raise ValueError(f"{where} is {value}, which is no number; mend it")
+    if isinstance(value, decimal.Decimal):
+        return f"{value:f}"
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
+    if isinstance(value, int):
+        return str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{where} is a {type(value).__name__}, not text; name another field, or write it as text")
+    if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+        raise ValueError(f"{where} holds a lone surrogate, which is no text; mend it")
+    return value.strip()
 
 
 def _plain(value: Any) -> Any:

@@ -16,20 +16,20 @@ OWN = [[4, 2, 1], [3, 4, 1]]  # real tokens of each row
 def arrays():
     rng = np.random.default_rng(0)
     shapes = {
-        "q": (P, G, T, H, D), "k": (P, G, KV, T, D), "v": (P, G, KV, T, D),
+        "q": (P, G, T, H, D), "k": (P, KV, G, T, D), "v": (P, KV, G, T, D),
         "prefix_k": (P, KV, S, D), "prefix_v": (P, KV, S, D),
     }  # fmt: skip
     return {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
 
 
-def shared(a, window):
-    """attend() with masks from lengths; padding on the right of the prompts and of the rows."""
+def shared(a, window, chunk=0):
+    """attend() with lengths as validity; padding on the right of the prompts and of the rows."""
     prompt, own = np.array(PREFIX), np.array(OWN)
     positions = prompt[:, None, None] + np.broadcast_to(np.arange(T), (P, G, T))
-    mask = attention.visible(positions, positions, np.arange(T) < own[..., None], window)
-    prefix_positions = np.broadcast_to(np.arange(S), (P, 1, S))
-    prefix_mask = attention.visible(positions, prefix_positions, prefix_positions < prompt[:, None, None], window)
-    return attention.attend(a["q"], a["k"], a["v"], mask, a["prefix_k"], a["prefix_v"], prefix_mask)
+    own_keys = attention.Keys(a["k"], a["v"], positions, np.arange(T) < own[..., None])
+    before = np.broadcast_to(np.arange(S), (P, 1, S))
+    prefix = attention.Keys(a["prefix_k"], a["prefix_v"], before, before < prompt[:, None, None])
+    return attention.attend(a["q"], positions, own_keys, prefix, window, chunk)
 
 
 def plain(a, window):
@@ -39,7 +39,7 @@ def plain(a, window):
         for g in range(G):
             n, own = PREFIX[p], OWN[p][g]
             keys, values = (
-                jnp.repeat(jnp.concatenate([a[f"prefix_{x}"][p, :, :n], a[x][p, g, :, :own]], axis=1), H // KV, 0)
+                jnp.repeat(jnp.concatenate([a[f"prefix_{x}"][p, :, :n], a[x][p, :, g, :own]], axis=1), H // KV, 0)
                 for x in "kv"
             )  # [H, n + own, D]
             scores = jnp.einsum("thd,hcd->htc", a["q"][p, g, :own], keys) / np.sqrt(D)
@@ -59,8 +59,8 @@ def real_rows(out):
     return {(p, g): out[p, g, : OWN[p][g]] for p in range(P) for g in range(G)}
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_output_and_gradients_equal_plain_attention(arrays, window):
+@pytest.mark.parametrize("window, chunk", [(None, 0), (3, 0), (None, 3), (3, 3), (None, 1)])
+def test_output_and_gradients_equal_plain_attention(arrays, window, chunk):
     def gradient(rows_of):
         """(gradients, rows)"""
 
@@ -70,7 +70,7 @@ def test_output_and_gradients_equal_plain_attention(arrays, window):
 
         return jax.jit(jax.grad(loss, has_aux=True))(arrays)
 
-    got, rows = gradient(lambda a: real_rows(shared(a, window)))
+    got, rows = gradient(lambda a: real_rows(shared(a, window, chunk)))
     want, plain_rows = gradient(lambda a: plain(a, window))
     for key, row in plain_rows.items():
         np.testing.assert_allclose(rows[key], row, atol=2e-6, err_msg=str(key))
@@ -84,8 +84,8 @@ def test_padding_keys_change_nothing(arrays):
     spoilt = dict(arrays)
     spoilt["prefix_k"] = arrays["prefix_k"].at[1, :, PREFIX[1] :].set(1e4)
     spoilt["prefix_v"] = arrays["prefix_v"].at[1, :, PREFIX[1] :].set(-1e4)
-    spoilt["k"] = arrays["k"].at[0, 1, :, OWN[0][1] :].set(1e4)
-    spoilt["v"] = arrays["v"].at[0, 1, :, OWN[0][1] :].set(1e4)
+    spoilt["k"] = arrays["k"].at[0, :, 1, OWN[0][1] :].set(1e4)
+    spoilt["v"] = arrays["v"].at[0, :, 1, OWN[0][1] :].set(1e4)
     for key, row in real_rows(shared(spoilt, None)).items():
         np.testing.assert_array_equal(row, real_rows(base)[key])
 
@@ -94,10 +94,10 @@ def test_a_row_that_sees_nothing_is_finite_and_has_finite_gradients(arrays):
     @jax.jit
     @jax.value_and_grad
     def loss(a):
-        nothing = jnp.zeros((P, G, T, T), bool)
-        out = attention.attend(
-            a["q"], a["k"], a["v"], nothing, a["prefix_k"], a["prefix_v"], jnp.zeros((P, G, T, S), bool)
-        )
+        positions = np.broadcast_to(np.arange(T), (P, G, T))
+        own = attention.Keys(a["k"], a["v"], positions, np.zeros((P, G, T), bool))
+        prefix = attention.Keys(a["prefix_k"], a["prefix_v"], np.zeros((P, 1, S), np.int32), np.zeros((P, 1, S), bool))
+        out = attention.attend(a["q"], positions, own, prefix)
         return jnp.sum(out**2)
 
     value, grads = loss(arrays)

@@ -332,14 +332,6 @@ def test_several_at_once_write_one_directory(write, tmp_path):
     assert set(read(folder)) == set(expected)
 
 
-def test_the_cache_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert gguf.cache_folder() == tmp_path / "rljax"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the standard says to ignore it
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert gguf.cache_folder() == tmp_path / "home/.cache/rljax"
-
-
 def fake_wheel(site, ggufs):
     info = site / "fake_model-1.0.dist-info"
     info.mkdir(parents=True)

@@ -139,6 +139,7 @@ ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq
         (LLAMA | {"attention_bias": True}, "attention_bias=True is not supported; known: false"),
         (LLAMA | {"mlp_bias": True}, "mlp_bias=True is not supported; known: false"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config=.* is not supported; known: null"),
+        ({"rollout": {}, "budget": {}}, "is that of a run; the run's trained model is the folder .*/model"),
         (QWEN | {"layer_types": ["full_attention"]}, "layer_types=.* a list of 3 names"),
         (QWEN | {"layer_types": ["full_attention", "chunked", []]}, "known: full_attention, sliding_attention"),
         (QWEN | {"sliding_window": 0, "max_window_layers": 0}, "sliding_window=0 is not a whole number"),

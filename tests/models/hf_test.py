@@ -5,6 +5,7 @@ import pathlib
 import tracemalloc
 
 import huggingface_hub
+import huggingface_hub.errors
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -420,6 +421,8 @@ def test_an_unknown_name_lists_what_is_shipped_and_how_to_get_others(tmp_path, m
     (tmp_path / "shipped-one").mkdir()
     monkeypatch.setattr(hf, "ASSETS", tmp_path)
     assert hf.resolve("shipped-one") == tmp_path / "shipped-one"
+    assert hf.public_name("shipped-one") == str(tmp_path / "shipped-one")
+    assert hf.public_name("org/model") == "org/model"  # not fetched for its name
     for error in (OSError("no network"), huggingface_hub.errors.HFValidationError("no name")):
 
         def fail(*args, error=error, **kwargs):

@@ -18,6 +18,12 @@ def test_rollouts_are_counted_by_what_was_known_of_their_prompt(group):
     assert found.cells == [[8, 4], [0, 4]]
 
 
+def test_prompts_that_came_once_have_no_earlier_success(make_run):
+    line = {"step": 1, "prompts": [{"id": 7, "epoch": 0, "kind": "add", "rollouts": 6, "rewards": {}, "kept": {}}]}
+    (group,) = folders.grouped([folders.read(make_run(everything=True, rollouts=[line]))])
+    assert records.by_success(group) is None and records.by_kind(group) is not None
+
+
 def test_rollouts_of_several_seeds_are_averaged(make_run):
     only_seven = [
         {"step": 1, "prompts": [{"id": 7, "epoch": 0, "kind": "add", "rollouts": 6, "rewards": {}, "kept": {}}]}

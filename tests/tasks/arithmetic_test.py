@@ -103,7 +103,7 @@ def test_the_mix_decides_the_shares():
 @pytest.mark.parametrize(
     "mix, told",
     [
-        ("add9:1", "no kind 'add9'; known: add1"),
+        ("add9:1", r"no kind 'add9' \(did you mean 'add.'\?\); known: add1"),
         ("add2:much", "the weight 'much' of add2 is not a number"),
         ("add2:0", "the weight of add2 must be above 0"),
         ("add2:-1", "the weight of add2 must be above 0"),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+from typing import Any
 
 import cloudpickle
 import pyarrow
@@ -24,8 +25,13 @@ class Block:
     eval_path: str = ""
     prompt_field: str = ""
     answer_field: str = ""
+    kind_field: str = ""
+    choices_field: str = ""
     gold: str = ""
     grader: str = ""
+    format: str = "boxed"
+    length_free: int = 0
+    length_max: int = 0
     template: str = ""
     stop: str = ""
     seed: int = 0
@@ -47,7 +53,7 @@ def prompts(examples):
 
 
 def test_the_names_are_those_of_the_layouts():
-    assert set(tasks.TASKS) - {"arithmetic"} == set(files.LAYOUTS) == set(options.FILE_TASKS)
+    assert set(tasks.TASKS) - {"arithmetic", "reasoning_gym"} == set(files.LAYOUTS) == set(options.FILE_TASKS)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +88,7 @@ def test_named_tasks_know_their_fields(tmp_path, name, row, prompt, answer, comp
 def test_fields_gold_grader_template_and_stop_may_be_given(tmp_path):
     rows = [{"q.text": f"Capital {i}?", "a": [{"x": rf"It is \boxed{{City {i}}}."}]} for i in range(4)]
     path = jsonl(tmp_path / "a.jsonl", rows)
-    given = {"prompt_field": "q.text", "answer_field": "a.0.x", "gold": "boxed", "grader": "exact"}
+    given: dict[str, Any] = {"prompt_field": "q.text", "answer_field": "a.0.x", "gold": "boxed", "grader": "exact"}
     task = tasks.load(Block("file", path, template="Q: {prompt}\nA: {x}", stop="\n", **given))
     numbers = sorted(int(example["answer"].removeprefix("City ")) for example in task.train + task.eval)
     assert numbers == [0, 1, 2, 3] and task.stop == "\n"
@@ -157,6 +163,85 @@ def test_a_field_that_groups_the_results_is_the_kind(tmp_path, fields, kinds):
     assert {example.get("kind") for example in task.train + task.eval} == kinds
 
 
+def test_a_field_that_is_named_groups_the_results(tmp_path):
+    rows = [row | {"about": {"topic": topic}} for row, topic in zip(sums(4), (" a b", 3, None, 2.0), strict=True)]
+    task = tasks.load(Block("file", jsonl(tmp_path / "a.jsonl", rows), kind_field="about.topic"))
+    kinds = {example["prompt"]: example.get("kind") for example in task.train + task.eval}
+    assert kinds == {"0+1": "a_b", "1+1": "3", "2+1": None, "3+1": "2"}
+
+
+def test_golds_that_are_words_are_graded_as_text(tmp_path):
+    answers = {"Egypt?": "Cairo", "Rain?": False, "7?": 7}
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in answers.items()]
+    task = tasks.load(Block("file", jsonl(tmp_path / "a.jsonl", rows), eval_prompts=1))
+    assert task.dropped == {}
+    rewards = {
+        example["prompt"]: [task.grade(text, example) for text in ("Cairo", "cairo.", r"\boxed{False}", "so 7")]
+        for example in task.train + task.eval
+    }
+    assert rewards == {"Egypt?": [1, 1, 0, 0], "Rain?": [0, 0, 1, 0], "7?": [0, 0, 0, 1]}
+
+
+def test_numbers_of_a_file_are_golds_as_they_are(tmp_path):
+    numbers = [1e23, 142.0, 0.1, 10**25, 2.0**53, True]
+    rows = [{"prompt": f"{i}", "answer": number} for i, number in enumerate(numbers)]
+    task = tasks.load(Block("file", jsonl(tmp_path / "a.jsonl", rows)))
+    golds = {example["prompt"]: example["answer"] for example in task.train + task.eval}
+    assert [golds[f"{i}"] for i in range(6)] == ["1e+23", "142", "0.1", "1" + "0" * 25, "9007199254740992.0", "true"]
+    assert task.grade("1" + "0" * 23, {"answer": golds["0"]}) == 1.0
+
+
+def test_held_out_answers_are_judged_by_the_main_grader_alone(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", sums(6))
+    task = tasks.load(Block("file", path, grader="math:0.9+format:0.1"))
+    for completion, in_training, held_out in (("{}", 0.9, 1), (r"\boxed{{{}}}", 1, 1), (r"\boxed{{0{}1}}", 0.1, 0)):
+        for examples, reward in ((task.train, in_training), (task.eval, held_out)):
+            example = examples[0]
+            assert task.grade(completion.format(example["answer"]), example) == pytest.approx(reward)
+    assert {example["judge"] for example in task.eval} == {"math"} and "judge" not in task.train[0]
+    plain = tasks.load(Block("file", path, grader="math"))
+    assert "judge" not in plain.eval[0]
+
+
+METALS = {
+    "list": {"choices": ["tin", "iron", "zinc"], "answer": 1},
+    "labels": {"choices": {"text": ["tin", "iron", "zinc"], "label": ["A", "B", "C"]}, "answer": "B"},
+    "letters": {"options": {"A": "tin", "B": "iron", "C": "zinc"}, "answer": "iron"},
+    "fields": {"A": "tin", "B": "iron", "C": "zinc", "answer": "b"},
+}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("row", METALS.values(), ids=METALS)
+def test_multiple_choice(tmp_path, row, suffix):
+    rows = [{"question": question, **row} for question in ("Which rusts?", "Which corrodes?")]
+    path = str(tmp_path / f"a{suffix}")
+    if suffix == ".jsonl":
+        jsonl(tmp_path / "a.jsonl", rows)
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    task = tasks.load(Block("choice", path, eval_prompts=1))
+    (example,) = task.train
+    assert example["prompt"].startswith("Which ") and "?\nA. tin\nB. iron\nC. zinc\n\nThink" in example["prompt"]
+    assert (example["answer"], example["letters"]) == ("B", "ABC")
+    completions = (r"\boxed{B}", "The answer is (b).", "A", "D", "iron")
+    assert [task.grade(text, example) for text in completions] == [1, 1, 0, 0, 0]
+
+
+def test_rows_without_choices_or_a_right_one_are_left_out_and_counted(tmp_path):
+    choices = {"text": ["tin", "iron"], "label": ["A", "B"]}
+    none = {"text": [], "label": []}
+    rows = [
+        {"question": f"{i}?", "choices": what, "answerKey": key, "answer": "", "details": {"level": f"L{i % 2}"}}
+        for i, (what, key) in enumerate([(choices, "A"), (choices, "B"), (none, ""), (choices, "E"), (choices, "")])
+    ]
+    task = tasks.load(Block("sciknoweval", jsonl(tmp_path / "a.jsonl", rows), eval_prompts=1))
+    assert {example["kind"]: example["answer"] for example in task.train + task.eval} == {"L0": "A", "L1": "B"}
+    assert task.dropped == {"without choices": 1, "whose gold answer is no choice": 2}
+    with pytest.raises(ValueError, match="a.jsonl, line 1 has none of the fields choices, options or A, B"):
+        tasks.load(Block("choice", jsonl(tmp_path / "a.jsonl", [{"question": "x", "answer": "A"}])))
+
+
 @pytest.mark.parametrize(
     ("rows", "changes", "told"),
     [
@@ -175,7 +260,13 @@ def test_a_field_that_groups_the_results_is_the_kind(tmp_path, fields, kinds):
         (sums(3), {"eval_prompts": 3}, "leaves no training prompt beside 3 held out; lower task.eval_prompts"),
         ([], {}, "a.jsonl has no row with a prompt"),
         (sums(3), {"gold": "last"}, "task.gold='last' is unknown; known: as_is, hash, boxed"),
-        (sums(3), {"grader": "judge"}, "task.grader='judge' is unknown; known: math, exact, numeric"),
+        (sums(3), {"grader": "judge"}, "task.grader='judge': no grader 'judge'; known: math, exact, numeric, choice"),
+        (sums(3), {"grader": "own"}, "task.grader=own is a grader that a task brings along; this one has none"),
+        (sums(3), {"grader": "math+length"}, "task.length_max=0 is not above task.length_free=0"),
+        (sums(3), {"choices_field": "answer"}, "task.grader='math' does not grade the letters of multiple choice"),
+        (sums(3), {"kind_field": "topic"}, r"line 1 has no field 'topic' \(task.kind_field\); it has prompt, answer"),
+        (sums(21), {"kind_field": "answer"}, "task.kind_field='answer' has 21 values; .* at most 20"),
+        ([{"prompt": "x", "answer": float("nan")}], {}, "line 1: the field 'answer' .* is nan, which is no number"),
         (sums(3), {"template": "Q:"}, "task.template='Q:' lacks {prompt}"),
     ],
 )
@@ -212,8 +303,9 @@ def test_real_golds_score_one_against_themselves(name, file, count):
         gold = files.gold_of(row, layout, place)
         if gold and grading.gold_parses(gold):
             # the second is another text, and goes through math-verify; a time of day ("05:00") is but text
-            for answer in (gold, rf"\displaystyle {gold}" if name == "math" and ":" not in gold else gold):
-                assert files.grade(f"It is $\\boxed{{{answer}}}$.", {"answer": gold}, grader="math") == 1.0, place
+            other = name == "math" and ":" not in gold and not grading.is_words(gold)
+            for answer in (gold, rf"\displaystyle {gold}" if other else gold):
+                assert grading.grade_math(f"It is $\\boxed{{{answer}}}$.", gold) == 1.0, place
         else:
             unread.append((pathlib.Path(place).name, gold))
     assert len(rows) == count and unread == [entry for entry in UNREAD if entry[0].startswith(file)]

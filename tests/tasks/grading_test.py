@@ -86,6 +86,17 @@ def test_extract_answer_takes_linear_time(unit):
         (r"\boxed{2^{10}}", "1024", 1.0),
         (r"\boxed{10!}", "3628800", 1.0),
         (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", 1.0),
+        ("Cairo", "Cairo", 1.0),  # words are text, whatever the case
+        (r"It is \boxed{\text{cairo}} 3", "Cairo", 1.0),
+        ("It is Cairo.", "Cairo", 0.0),  # without a mark the whole completion is the answer
+        (r"\boxed{on}", "no", 0.0),
+        ("No.", "no", 1.0),
+        (r"\boxed{two  lines}", r"\text{two lines}", 1.0),
+        (r"\boxed{four}", r"\mbox{four}", 1.0),
+        (r"\boxed{CABD}", r"\text{CBAD}", 0.0),
+        (r"\boxed{yx}", "xy", 1.0),  # a product
+        (r"\boxed{DC}", "CD", 1.0),  # a segment
+        (r"\boxed{北京}", "北京", 1.0),
         (r"\boxed{\frac{}", "1", 0.0),
         ("no idea", "1", 0.0),
         ("", "1", 0.0),
@@ -158,6 +169,31 @@ def test_gold_that_does_not_parse_is_dropped_and_counted():
 
 
 @pytest.mark.parametrize(
+    ("gold", "words"),
+    [
+        ("Cairo", True),
+        ("no", True),
+        (r"$\text{New York}$", True),
+        ("Softball, Kickball", True),
+        ("well-known", True),
+        ("LQSX", True),
+        ("São", True),
+        ("xy", False),
+        ("CD", False),
+        ("ab-c", False),  # a difference
+        ("10 cm", False),
+        (r"\pi", False),
+        ("x", False),
+        ("", False),
+        (3.0, False),
+    ],
+)
+def test_which_golds_are_words(gold, words):
+    assert grading.is_words(gold) == words
+    assert grading.gold_parses(gold) == (gold != "")
+
+
+@pytest.mark.parametrize(
     ("completion", "gold", "reward"),
     [
         (" Paris. ", "Paris", 1.0),
@@ -196,33 +232,7 @@ def test_grade_numeric(completion, gold, tolerance, reward):
     assert grading.grade_numeric(completion, gold, **tolerance) == reward
 
 
-@pytest.mark.parametrize(
-    ("completion", "letter"),
-    [
-        ("The answer is (B).", "B"),
-        ("Answer: A. No, the answer is C", "C"),
-        ("**Answer:** D", "D"),
-        (r"\boxed{\text{(C) } 5}", "C"),
-        ("<answer>B</answer>", "B"),
-        ("Let me think.\nA.", "A"),
-        ("A dog", None),  # an article
-        (r"\boxed{Because}", None),
-        ("answer: E", None),
-        ("", None),
-    ],
-)
-def test_extract_choice(completion, letter):
-    assert grading.extract_choice(completion) == letter
-    assert grading.grade_choice(completion, "B") == float(letter == "B")
-
-
-def test_choices_may_have_other_letters():
-    assert grading.grade_choice("answer: E", "E", letters="ABCDE") == 1.0
-
-
 def test_gold_of_the_wrong_kind_is_an_error():
-    with pytest.raises(ValueError, match="'E' is not one letter of 'ABCD'"):
-        grading.grade_choice("E", "E")
     with pytest.raises(ValueError, match="'many' holds no number"):
         grading.grade_numeric("3", "many")
     assert not grading.holds_number("many") and grading.holds_number("so many: 3")
@@ -257,7 +267,6 @@ ROW = {"prompt": "1+1=", "answer": "2"}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"train": []}, "task 'sums', train: empty data set"),
         ({"eval": []}, "task 'sums', eval: empty data set"),
         ({"train": [ROW, {"prompt": "1+2="}]}, "task 'sums', train: example 1 lacks field 'answer'"),
         ({"eval": [{"answer": "2"}]}, "task 'sums', eval: example 0 lacks field 'prompt'"),

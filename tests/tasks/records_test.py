@@ -1,6 +1,9 @@
 """Rows of data files of every format, and what is said of a broken one."""
 
+import datetime
+import decimal
 import json
+import math
 import subprocess
 import sys
 
@@ -101,6 +104,14 @@ def test_what_cannot_be_read_is_told_by_file_and_line(tmp_path, name, content, t
         rows_of(write(tmp_path / name, content))
 
 
+def test_what_nests_too_deep_is_told_by_file_and_line(tmp_path):
+    deep = "[" * 100_000 + "]" * 100_000
+    with pytest.raises(ValueError, match="a.jsonl, line 2 nests too deep to be read as JSON"):
+        rows_of(write(tmp_path / "a.jsonl", f'{{"a": 1}}\n{{"a": {deep}}}\n'))
+    with pytest.raises(ValueError, match="a.json nests too deep to be read as JSON"):
+        rows_of(write(tmp_path / "a.json", deep))
+
+
 def test_bytes_that_are_no_text_are_told_by_line(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
     with pytest.raises(ValueError, match="a.jsonl, line 2 is not JSON: .*utf-8"):
@@ -111,6 +122,60 @@ def test_bytes_that_are_no_text_are_told_by_line(tmp_path):
 def test_a_missing_file_is_told(tmp_path, name):
     with pytest.raises(FileNotFoundError, match=r"does not exist; check task.path and task.eval_path"):
         rows_of(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (" a b ", "a b"),
+        (None, ""),
+        (True, "true"),
+        (False, "false"),
+        (7, "7"),
+        (10**30, "1" + "0" * 30),
+        (142.0, "142"),
+        (0.1, "0.1"),
+        (1e23, "1e+23"),
+        (decimal.Decimal("12.50"), "12.50"),
+        (decimal.Decimal("1E+3"), "1000"),
+    ],
+)
+def test_values_as_text(value, text):
+    assert records.as_text(value, "x") == text
+    assert records.text({"a": [{"b": value}]}, "a.0.b", "task.answer_field", "line 1") == text
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (math.nan, "line 1: the field 'a' .task.answer_field. is nan, which is no number"),
+        (-math.inf, "is -inf, which is no number"),
+        (decimal.Decimal("NaN"), "is NaN, which is no number"),
+        ("x\ud800", "holds a lone surrogate"),
+        ([1], "is a list, not text; name a part of it, such as a.0"),
+        ({"b": 1}, "is a dict, not text; name a part of it, such as a.name"),
+        (b"\xff", "is a bytes, not text"),
+        (datetime.date(2026, 1, 1), "is a date, not text"),
+    ],
+)
+def test_values_that_are_no_text_are_told_by_place_and_field(value, told):
+    with pytest.raises(ValueError, match=told):
+        records.text({"a": value}, "a", "task.answer_field", "line 1")
+
+
+def test_a_name_with_dots_is_a_field_first():
+    row = {"a.b": 1, "a": {"b": 2}}
+    assert records.value(row, "a.b", "key", "line 1") == 1
+    with pytest.raises(ValueError, match=r"line 1 has no field 'a.c' \(key\); it has a.b, a"):
+        records.value(row, "a.c", "key", "line 1")
+
+
+def test_decimals_of_parquet(tmp_path):
+    file = tmp_path / "a.parquet"
+    column = pyarrow.array([decimal.Decimal("1.50")], pyarrow.decimal128(10, 2))
+    parquet.write_table(pyarrow.table({"answer": column}), file)
+    (row,) = rows_of(file)
+    assert records.text(row, "answer", "task.answer_field", "row 1") == "1.50"
 
 
 def test_a_truncated_parquet_file_is_told(tmp_path):
