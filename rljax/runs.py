@@ -149,8 +149,9 @@ def shapes(config: Config) -> str:
     prompt, completion = (
         "/".join(map(str, batching.buckets(limit))) for limit in (r.max_prompt_tokens, r.max_new_tokens)
     )
+    lanes, slots = min(r.lanes, r.prompts), min(r.slots, r.samples)
     return (
-        f"decode {min(r.lanes, r.prompts)} lanes × {min(r.slots, r.samples)} slots; learn {r.prompts} × {config.pods.keep} rows,"
+        f"decode {lanes} lanes × {slots} slots; learn {r.prompts} × {config.pods.keep} rows,"
         f" padded to {prompt} + {completion} tokens"
     )
 
