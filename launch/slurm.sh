@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A run, or a point of a sweep, as a SLURM job that goes on after preemption. Submit it from the repository's folder:
 #   sbatch --nodes=2 launch/slurm.sh --config=configs/full.py --workdir=/shared/runs/full
-#   sbatch --array=0-5 --nodes=1 --ntasks-per-node=1 launch/slurm.sh configs/sweeps/learning_rate.py --workdir=/shared/s
+#   sbatch --array=0-8 --nodes=1 --ntasks-per-node=1 launch/slurm.sh configs/sweeps/learning_rate.py --workdir=/shared/s
 # One task is one process of jax, which under SLURM takes one GPU: --ntasks-per-node is the number of GPUs of a node.
 # --workdir is in a file system that all nodes share. PYTHON is the interpreter.
 # Two minutes before the time limit, and when the job is preempted, its tasks get SIGTERM: the run saves its state and

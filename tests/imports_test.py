@@ -81,8 +81,8 @@ TABLE = {
 
 # Import of these needs no jax (faults.md 24): what worker processes and the command line import.
 NO_JAX = (
-    "", "main", "config", "conflicts", "options", "preemption", "report", "report.*", "reward_server", "sweeps", "tasks",
-    "tasks.*",
+    "", "main", "config", "conflicts", "options", "preemption", "report", "report.*", "reward_server", "sweeps",
+    "tasks", "tasks.*",
 )  # fmt: skip
 JAX = ("jax", "flax", "optax", "orbax", "tensorflow_datasets", "transformers")
 
