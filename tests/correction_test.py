@@ -120,6 +120,7 @@ def test_bounds_of_the_weights(step_of):
     assert line["jackpot/at_c1"] == pytest.approx(1 / 3, abs=0.02)
 
 
+@pytest.mark.slow
 def test_acceptance_is_the_same_in_every_split(step_of, monkeypatch):
     """Uniforms are keyed by draw, sample and position: micro-batches change neither acceptance nor gradient."""
     half = sampled(64)

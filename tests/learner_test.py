@@ -140,7 +140,14 @@ def whole(random_model, make_batch):
     return step, jax.device_get(after.opt_state), learner.metrics(jax.device_get(sums))
 
 
-@pytest.mark.parametrize("mesh, micro_batches", [("1", 4), ("data 2, fsdp 2", 1), ("all 2", 2)])
+@pytest.mark.parametrize(
+    "mesh, micro_batches",
+    [
+        pytest.param("1", 4, marks=pytest.mark.slow),
+        pytest.param("data 2, fsdp 2", 1, marks=pytest.mark.slow),
+        ("all 2", 2),
+    ],
+)
 def test_decoder_gradient_is_the_same_on_every_mesh(random_model, make_batch, whole, mesh, micro_batches):
     _, want, line = whole
     got, parts = gradient(*random_model, make_batch(), mesh_of(**MESHES[mesh]), micro_batches=micro_batches)

@@ -93,6 +93,7 @@ def flat(tree):
     return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
 
 
+@pytest.mark.slow
 def test_bfloat16_products_give_nearly_the_same_step(random_model, make_batch):
     """Parameters, gradient and state stay float32; the gradient turns by less than 2%, its norm by less than 5%."""
     model, params = random_model
@@ -111,6 +112,7 @@ def test_bfloat16_products_give_nearly_the_same_step(random_model, make_batch):
     assert low_line["train/loss"] == pytest.approx(line["train/loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_keep_a_float32_state(random_model, make_batch):
     model, params = random_model
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
@@ -121,12 +123,14 @@ def test_bfloat16_parameters_keep_a_float32_state(random_model, make_batch):
         assert {p.dtype for p in jax.tree.leaves(optax.tree.get(after.opt_state, moment))} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_first_moment_in_bfloat16(random_model, make_batch):
     _, after, _ = one_step(*random_model, make_batch(), dataclasses.replace(ADAMW, moment_dtype="bfloat16"))
     assert {p.dtype for p in jax.tree.leaves(optax.tree.get(after.opt_state, "mu"))} == {jnp.dtype(jnp.bfloat16)}
     assert {p.dtype for p in jax.tree.leaves(optax.tree.get(after.opt_state, "nu"))} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_adafactor_has_a_small_state_and_moves_by_the_learning_rate(make_config, make_batch):
     """Its update, clipped to an RMS of 1 a leaf, times the rate."""
     model = Model(make_config(hidden_size=128, intermediate_size=256, num_layers=2, vocab_size=160))

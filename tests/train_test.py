@@ -30,6 +30,8 @@ ALGORITHMS = {
     },
     "lora": {"lora.rank": 2, "learner.learning_rate": 0.1},
 }  # fmt: skip
+# Adapters pass through the same loop; their own arithmetic is in learner_trained_test and models/lora_test.
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name == "lora" else name for name in ALGORITHMS]
 ADAPTERS = lora.Lora(2, 32.0, ("q", "k", "v", "o", "gate", "up", "down"))
 LAST = 6  # steps of 4 prompts × 4 rollouts that the budget of 96 allows; three are an epoch of 12 prompts
 
@@ -113,7 +115,7 @@ def assert_same_state(a, b):
 # ---- what a run leaves
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_run_folder(straight, run_config, name):
     run = straight(name)
     config = json.loads((run.folder / "config.json").read_text())
@@ -165,7 +167,7 @@ def assert_recorded(run, lines):
     assert f"samples of step {LAST}" in run.output
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_summary_and_model(straight, name):
     run = straight(name)
     lines = run.lines()
@@ -193,7 +195,7 @@ def test_summary_and_model(straight, name):
         assert words in run.output
 
 
-@pytest.mark.parametrize("name", ["grpo", "lora"])
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[-1]])
 def test_evaluating_the_run_folder_gives_its_last_evaluation(straight, run_config, name, tmp_path, capsys):
     """The newest checkpoint's: the same prompts, keys and completions. Elsewhere it is the model's before training."""
     run, config = straight(name), run_config(ALGORITHMS[name])
@@ -215,6 +217,7 @@ def test_evaluating_the_run_folder_gives_its_last_evaluation(straight, run_confi
         evaluate.run(run_config(ALGORITHMS[name] | {"lora.rank": 3}), run.folder)
 
 
+@pytest.mark.slow
 def test_updates_without_silent_prompts_are_those_of_whole_batches(run_config, monkeypatch, tmp_path):
     """Half of the task's prompts are always or never solved: most batches of the run go without them."""
     # With a large eps Adam does not blow rounding up where a gradient is nearly 0.
@@ -238,7 +241,7 @@ def test_every_parameter_is_trained(straight):
     assert all(m > 0 for m in jax.tree.leaves(moved))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_prompts_follow_the_stream(straight, name):
     """Every step draws on; the set of 12 is visited once an epoch; CERO's state counts what was made."""
     run = straight(name)
@@ -267,7 +270,10 @@ def resume(run_config, name, folder, stop_after, every):
     return before, play(config, folder), lines
 
 
-@pytest.mark.parametrize("name, stop_after, every", [("grpo", 3, 3), ("cero", 3, 3), ("pods", 5, 2), ("lora", 3, 3)])
+@pytest.mark.parametrize(
+    "name, stop_after, every",
+    [("grpo", 3, 3), ("cero", 3, 3), ("pods", 5, 2), pytest.param("lora", 3, 3, marks=pytest.mark.slow)],
+)
 def test_resumed_run_is_the_straight_one(straight, run_config, tmp_path, name, stop_after, every):
     """After step 3, an epoch's end, or lost in step 6 and restored to step 4; equal bit for bit."""
     whole = straight(name)
@@ -287,7 +293,7 @@ def test_resumed_run_is_the_straight_one(straight, run_config, tmp_path, name, s
         assert (after.folder / file).read_bytes() == (whole.folder / file).read_bytes(), file
 
 
-@pytest.mark.parametrize("stage", ["train_step", "held_out"])
+@pytest.mark.parametrize("stage", ["train_step", pytest.param("held_out", marks=pytest.mark.slow)])
 def test_a_run_that_is_told_to_end_goes_on_bit_for_bit(straight, run_config, monkeypatch, tmp_path, stage):
     """SIGTERM in the rollouts after step 2, or in its evaluation, before its line is written (preemption_test.py)."""
     whole, folder, real, told = straight("cero"), tmp_path / "run", getattr(train, stage), []
