@@ -40,6 +40,7 @@ def _train(config: Config, workdir: pathlib.Path) -> None:
     with hosts.joined(config, workdir, "train"):
         cache.keep_compiled()
         train.run(config, workdir)
+        preemption.over()
 
 
 def _eval(config: Config, workdir: pathlib.Path) -> None:

@@ -67,6 +67,12 @@ def watching(anywhere: Callable[[bool], bool] = bool) -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
+def over() -> None:
+    """All is written, and only the end of the process is left: a SIGTERM that comes now changes its status no more."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def requested() -> bool:
     """Whether this process was told to end. No safe point: other processes of the run may know nothing of it."""
     return any(watch.told is not None for watch in _watches)

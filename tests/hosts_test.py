@@ -256,9 +256,7 @@ def assert_same_run(folder, alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "count, mesh", [(2, {"data": 2}), (2, {"data": 1, "fsdp": 2}), (4, {"data": 1, "fsdp": 2, "tensor": 2})]
-)
+@pytest.mark.parametrize("count, mesh", [(2, {"data": 2}), (4, {"data": 1, "fsdp": 2, "tensor": 2})])
 def test_several_processes_train_as_one(alone, tmp_path, count, mesh):
     """CERO, Jackpot's actor and PODS, six steps: the same run, and one process that writes it."""
     folder = tmp_path / "run"

@@ -64,6 +64,12 @@ def test_a_second_signal_does_what_the_first_would_have_done(earlier, monkeypatc
         assert earlier == [1]
 
 
+def test_a_signal_after_the_end_changes_nothing(earlier):
+    preemption.over()
+    signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN and not preemption.requested()
+
+
 def test_another_process_that_was_told_ends_this_one_too():
     with preemption.watching(anywhere=lambda flag: True):
         assert not preemption.requested()
@@ -263,6 +269,7 @@ def test_a_process_group_that_is_told_again_and_again_leaves_what_an_untold_run_
         _, err = process.communicate(timeout=600)
         statuses.append(process.returncode)
         if process.returncode:
+            assert process.returncode == preemption.EXIT_STATUS, (statuses, err)
             assert re.search(r"^preempted: step \d+ is saved; the same command goes on from there$", err, re.M), err
         assert len(statuses) < 12
     assert statuses.count(preemption.EXIT_STATUS) >= 2 and statuses[-1] == 0
