@@ -195,7 +195,12 @@ def evaluated(config: Config) -> list[Config]:
     """The configs that --mode=eval evaluates one after the other: its own, or one for each of eval.tasks."""
     pairs = [pair.partition(":") for pair in config.eval.tasks.split(",")] if config.eval.tasks else []
     tasks = [
-        dataclasses.replace(config.task, **NOT_SET | {"name": name, "eval_path": file, "eval_prompts": 0})
+        dataclasses.replace(
+            config.task,
+            # The fields and the grader of a task are no other one's.
+            **({} if name == config.task.name else NOT_SET)
+            | {"name": name, "path": "", "eval_path": file, "eval_prompts": 0},
+        )
         for name, _, file in pairs
     ]
     return [dataclasses.replace(config, task=task) for task in tasks] if tasks else [config]

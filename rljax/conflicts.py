@@ -19,7 +19,7 @@ from rljax.options import (
 
 def conflicts(c: Config) -> Iterator[str]:
     """A sentence for each, with the keys, their values and what to do, the most basic first."""
-    yield from _task_conflicts(c.task)
+    yield from _task_conflicts(c.task, c.eval.tasks)
     yield from _rollout_conflicts(c.rollout)
     yield from _budget_conflicts(c.budget, c.rollout, c.task)
     yield from _pods_conflicts(c.pods, c.rollout.samples)
@@ -60,7 +60,7 @@ READ = {
 }
 
 
-def _task_conflicts(t: TaskOptions) -> Iterator[str]:
+def _task_conflicts(t: TaskOptions, to_evaluate: str) -> Iterator[str]:
     if t.system and not t.chat:
         yield f"task.system = {t.system!r} has no effect without task.chat; set task.chat to True"
     if t.name not in READ:
@@ -74,7 +74,7 @@ def _task_conflicts(t: TaskOptions) -> Iterator[str]:
         hint = f", or task.name to {', '.join(others)}" if others else ""
         yield f"{given} {'has' if len(unread) == 1 else 'have'} no effect with task.name = {t.name!r}; set {off}{hint}"
     yield from _grader_conflicts(t)
-    if of_file and not t.path:
+    if of_file and not (t.path or t.eval_path or to_evaluate):
         yield f"task.name = {t.name!r} reads its problems from a data file; set task.path to one"
     if not of_file and t.train_prompts == 0:
         yield f"task.train_prompts = 0 is all of a data file, but task.name = {t.name!r} has none; set at least 1"

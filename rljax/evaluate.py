@@ -15,6 +15,7 @@ import numpy as np
 
 from rljax import config as config_lib
 from rljax import estimates, hosts, metrics, parts, rewards, rollout, runs, sharding, tasks
+from rljax.alarms import Alarms
 from rljax.checkpoint import Checkpointer
 from rljax.console import Console
 from rljax.models import Model, lora
@@ -168,9 +169,10 @@ def run(config: Config, workdir: pathlib.Path) -> dict[str, dict]:
         for own, task in loaded:
             tokenizer = parts.make_tokenizer(own, model, task)
             prompts = parts.encode(own, model, task.eval, tokenizer, "held-out")
+            without = runs.left_out(own, task.dropped, {"held-out": prompts.dropped})
             console.table([
                 ("model", source),
-                ("task", f"{own.task.name}: {len(prompts):,} held-out prompts, {prompts.dropped:,} too long"),
+                ("task", f"{own.task.name}: {len(prompts):,} held-out prompts{without}"),
                 ("samples", f"1 greedy and {own.eval.samples} at temperature {own.eval.temperature:g} a prompt"),
             ])  # fmt: skip
             key = parts.key_of(own, parts.EVALUATION)
@@ -185,6 +187,7 @@ def run(config: Config, workdir: pathlib.Path) -> dict[str, dict]:
                 for what, row in outcome["measures"].items()
             ]
             console.table(rows, titles=("", "value", "95% from", "to"))
+            console.warn(*Alarms(own)(summarise(scored)))
             console.say(f"{workdir / 'eval' / name}.json and .jsonl")
     return outcomes
 
@@ -212,7 +215,8 @@ def outcome_of(config: Config, source: str, scored: Scored) -> dict:
     """What NAME.json holds."""
     return {
         "model": source,
-        "task": dataclasses.asdict(config.task),
+        "task": config.task.name,
+        "task_options": dataclasses.asdict(config.task),
         "prompts": len(scored.examples),
         "samples": config.eval.samples,
         "temperature": config.eval.temperature,

@@ -62,7 +62,7 @@ class FilesByName(NamedTuple):
         for pair in value.split(",") if value else ():
             name, colon, file = pair.partition(":")
             if name not in self.names or not colon or not file:
-                return f"is no list of NAME:FILE; {pair!r} is none. NAME: {', '.join(self.names)}"
+                return f"is no list of NAME:FILE, such as 'file:{file or pair}'; a NAME is {', '.join(self.names)}"
         return None
 
 

@@ -123,11 +123,7 @@ def describe(config: Config, model, actor_model, learner, mesh, prompts, held_ou
     axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
     keep = "all" if config.pods.rule == "all" else f"{config.pods.keep} by {config.pods.rule}"
     kind = model.config.model_type
-    sets = {"training prompts": prompts.dropped, "held-out prompts": held_out.dropped}
-    too_long = {f"{what} longer than {r.max_prompt_tokens} tokens": count for what, count in sets.items() if count}
-    left_out = {**dropped, **too_long}
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
-    without = f"; left out: {reasons}" if reasons else ""
+    without = left_out(config, dropped, {"training": prompts.dropped, "held-out": held_out.dropped})
     actor = config.actor.path if config.actor.path else config.actor.dtype
     by = [("actor", f"{actor} makes the rollouts; reward and effective are its own")] if actor else []
     devices = f"{mesh.devices.size} {mesh.devices.flat[0].platform} device{'s' if mesh.devices.size > 1 else ''}"
@@ -141,6 +137,14 @@ def describe(config: Config, model, actor_model, learner, mesh, prompts, held_ou
         ("mesh", f"{axes} ({devices})"),
         ("memory", memory(plan.state_bytes(config, model.config, mesh, actor_model and actor_model.config), mesh)),
     ]
+
+
+def left_out(config: Config, dropped, too_long: dict[str, int]) -> str:
+    """ "; left out: …" with the reasons, or "". dropped: tasks.base.Task's. too_long: prompts by their set."""
+    limit = config.rollout.max_prompt_tokens
+    longer = {f"{what} prompts longer than {limit} tokens": count for what, count in too_long.items() if count}
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in {**dropped, **longer}.items())
+    return f"; left out: {reasons}" if reasons else ""
 
 
 def shapes(config: Config) -> str:

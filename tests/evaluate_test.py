@@ -130,7 +130,7 @@ def test_several_data_files_at_once(run_config, tmp_path, capsys, few_devices):
     changes = {"eval.tasks": files, "rollout.max_prompt_tokens": 90, "eval.samples": 1}
     out = evaluate.run(run_config(changes), tmp_path / "run")
     assert {name: outcome["prompts"] for name, outcome in out.items()} == {"file-sums": 2, "gsm8k-test": 1}
-    assert out["file-sums"]["task"]["eval_path"] == str(tmp_path / "sums.jsonl")
+    assert out["file-sums"]["task_options"]["eval_path"] == str(tmp_path / "sums.jsonl")
     written = sorted(path.name for path in (tmp_path / "run" / "eval").iterdir())
     assert written == ["file-sums.json", "file-sums.jsonl", "gsm8k-test.json", "gsm8k-test.jsonl"]
     assert "no checkpoint in" in capsys.readouterr().out

@@ -40,7 +40,7 @@ TABLE = {
     "runs": ("config", "metrics", "batching", "plan", *PARTS),
     "records": PARTS,
     "alarms": ("options",),
-    "evaluate": ("config", "console", "estimates", "parts", "runs", "hosts", *STAGES, *PARTS),
+    "evaluate": ("config", "console", "alarms", "estimates", "parts", "runs", "hosts", *STAGES, *PARTS),
     "estimates": (),
     "console": ("metrics",),
     "report": ("report.*",),

@@ -207,7 +207,7 @@ def test_evaluating_the_run_folder_gives_its_last_evaluation(straight, run_confi
         assert out["measures"]["avg@2"]["value"] == pytest.approx(entry["avg_at_k"], abs=1e-6)
         stem = "rljax_test_tasks_parity_task" + ("-000006" if step else "")
         assert json.loads((folder / "eval" / f"{stem}.json").read_text()) == out
-        assert (out["samples"], out["seed"], out["task"]["eval_prompts"]) == (2, 0, 5)
+        assert (out["samples"], out["seed"], out["task_options"]["eval_prompts"]) == (2, 0, 5)
         assert ("no checkpoint in" in out["model"]) == (step == 0)
         lines = (folder / "eval" / f"{stem}.jsonl").read_text()
         assert lines == (run.folder / "eval" / f"{step:06}.jsonl").read_text() and len(lines.splitlines()) == 5
