@@ -131,6 +131,9 @@ MAY_DIFFER = (
 )  # fmt: skip
 
 
+ABSENT = "(absent)"
+
+
 def differences(
     config: Config, saved: Mapping[str, Any], *, ignore: tuple[str, ...] = MAY_DIFFER
 ) -> dict[str, tuple[Any, Any]]:
@@ -139,13 +142,12 @@ def differences(
     Empty if it is the same run's. Keys that match a pattern of ``ignore`` may differ. So may the run's length
     (budget.rollouts, budget.epochs) under uniform allocation with a constant learning rate: a longer run then
     begins exactly as the shorter one did; CERO's prices and the cosine depend on the whole budget from the
-    first step. A key that one side lacks has the value "(absent)" there.
+    first step. A key that one side lacks has the value ABSENT there.
     """
     before, now = flatten(saved), flat(config)
     same_start = config.budget.rule == "uniform" and config.learner.schedule == "constant"
     patterns = (*ignore, "budget.rollouts", "budget.epochs") if same_start else ignore
-    absent = "(absent)"
-    found = {key: (before.get(key, absent), now.get(key, absent)) for key in {**now, **before}}
+    found = {key: (before.get(key, ABSENT), now.get(key, ABSENT)) for key in {**now, **before}}
     return {
         key: pair for key, pair in found.items()
         if pair[0] != pair[1] and not any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)

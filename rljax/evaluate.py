@@ -179,6 +179,8 @@ def run(config: Config, workdir: pathlib.Path) -> dict[str, dict]:
             with rewards.RewardPool(task.grade, **dataclasses.asdict(own.rewards)) as pool:
                 scored = score(model, params, prompts, config=own, tokenizer=tokenizer, pool=pool, key=key)
             name, outcome = file_name(own, step), outcome_of(own, source, scored)
+            same = sum(other == name or other.startswith(f"{name}.") for other in outcomes)
+            name += f".{same + 1}" if same else ""  # files of one name in several folders
             metrics.write_lines(workdir / "eval" / f"{name}.jsonl", records(scored))
             metrics.write_json(workdir / "eval" / f"{name}.json", outcome)
             outcomes[name] = outcome

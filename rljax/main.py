@@ -199,15 +199,13 @@ def override(config: Any, args: Sequence[str], known_flags: Sequence[str]) -> An
             listing = ", ".join(f"--{known}" for known in (*known_flags, "config.KEY"))
             hint = f"did you mean --{near[0]}?" if near else f"known: {listing}"
             raise ConfigError(f"unknown flag --{name}; {hint}")
-    unset = {arg: arg.split(".", 1)[1].removesuffix("=None") for arg in args if _NONE.fullmatch(arg)}
-    unset = {arg: key for arg, key in unset.items() if config_lib.KEYS[key].optional}
-    args = [arg for arg in args if arg not in unset]
+    args, unset = _without_none(args)
     values = flags.FlagValues()
     try:
-        if unset:
-            config.update_from_flattened_dict(dict.fromkeys(unset.values()))
         config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=["", *args])
         left = values(["", *args])[1:]
+        if unset:
+            config.update_from_flattened_dict(dict.fromkeys(unset))
     except TypeError as error:
         raise ConfigError(f"get_config() returned a {type(config).__name__}: {error}") from error
     except (flags.Error, AttributeError, KeyError, ValueError) as error:
@@ -220,6 +218,20 @@ def override(config: Any, args: Sequence[str], known_flags: Sequence[str]) -> An
     if left:
         raise ConfigError(f"unexpected argument {left[0]!r}; write options as --name=value")
     return config
+
+
+def _without_none(args: Sequence[str]) -> tuple[list[str], set[str]]:
+    """(args without those that set a key to None, the keys that end as None: of one key the last arg counts)."""
+    rest, unset = [], set()
+    for arg in args:
+        key = re.match(r"--?(?:no)?config\.([\w.]+)", arg)
+        if _NONE.fullmatch(arg) and config_lib.KEYS[key.group(1)].optional:
+            unset.add(key.group(1))
+            continue
+        if key:
+            unset.discard(key.group(1))
+        rest.append(arg)
+    return rest, unset
 
 
 def print_config(command: Command, config: Config) -> None:

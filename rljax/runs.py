@@ -35,9 +35,10 @@ def claim(config: Config, workdir: pathlib.Path) -> None:
         found = config_lib.differences(config, saved) if begun else {}
         if found:
             listed = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, (old, new) in found.items())
+            other_release = all(config_lib.ABSENT in pair for pair in found.values())
+            back = "go on with the release of rljax that began it" if other_release else "change these back"
             raise ConfigError(
-                f"--workdir={workdir} holds a run of another config: {listed}. "
-                "Name another folder, or change these back"
+                f"--workdir={workdir} holds a run of another config: {listed}. Name another folder, or {back}"
             )
     try:
         metrics.write_json(file, config_lib.to_dict(config))
@@ -67,9 +68,10 @@ def for_wandb(config: Config) -> dict | None:
 
 def check_model(config: Config, workdir: pathlib.Path) -> None:
     """Raises ConfigError where a run folder's checkpoints are of another model or other adapters than the config's."""
-    found = config_lib.differences(config, config_lib.read_saved(workdir / CONFIG_FILE))
-    adapted = config.lora.rank > 0 or "lora.rank" in found
-    ours = ("model.path", "lora.") if adapted else ("model.path",)
+    saved = config_lib.read_saved(workdir / CONFIG_FILE)
+    found = config_lib.differences(config, saved)
+    rank = saved.get("lora", {"rank": 0})["rank"]  # runs of before there were adapters have none
+    ours = ("model.path", "lora.") if config.lora.rank > 0 or rank > 0 else ("model.path",)
     other = {key: pair for key, pair in found.items() if key.startswith(ours)}
     if other:
         listed = "; ".join(f"{key} is {old!r} there and {new!r} here" for key, (old, new) in other.items())

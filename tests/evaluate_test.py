@@ -126,13 +126,17 @@ def test_several_data_files_at_once(run_config, tmp_path, capsys, few_devices):
     """Each whole, by its own fields, and with files of its own; no training data is needed."""
     (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
     (tmp_path / "test.json").write_text('[{"question": "3+3=", "answer": "so #### 6", "level": "easy"}]')
-    files = f"file:{tmp_path / 'sums.jsonl'},gsm8k:{tmp_path / 'test.json'}"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "sums.jsonl").write_text('{"prompt": "5+5=", "answer": "10"}\n')
+    files = f"file:{tmp_path / 'sums.jsonl'},gsm8k:{tmp_path / 'test.json'},file:{tmp_path / 'other/sums.jsonl'}"
     changes = {"eval.tasks": files, "rollout.max_prompt_tokens": 90, "eval.samples": 1}
     out = evaluate.run(run_config(changes), tmp_path / "run")
-    assert {name: outcome["prompts"] for name, outcome in out.items()} == {"file-sums": 2, "gsm8k-test": 1}
+    assert {name: outcome["prompts"] for name, outcome in out.items()} == {
+        "file-sums": 2, "gsm8k-test": 1, "file-sums.2": 1,
+    }  # fmt: skip
     assert out["file-sums"]["task_options"]["eval_path"] == str(tmp_path / "sums.jsonl")
     written = sorted(path.name for path in (tmp_path / "run" / "eval").iterdir())
-    assert written == ["file-sums.json", "file-sums.jsonl", "gsm8k-test.json", "gsm8k-test.jsonl"]
+    assert written == sorted(f"{name}.{kind}" for name in out for kind in ("json", "jsonl"))
     assert "no checkpoint in" in capsys.readouterr().out
 
 

@@ -52,6 +52,14 @@ def test_a_run_folder_is_evaluated_by_its_own_config(tmp_path):
     assert parse(f"--config={tmp_path}/config.json", "--workdir=other").config == config
 
 
+@pytest.mark.parametrize(
+    "args, value", [("3.0 None", None), ("None 3.0", 3.0), ("None", None), ("None 2.0 None", None)]
+)
+def test_of_several_values_the_last_counts_none_too(args, value):
+    given = [f"--config.loss.dual_clip={one}" for one in args.split()]
+    assert parse(f"--config={GRPO}", *given).config.loss.dual_clip == value
+
+
 def test_the_default_workdir_is_named_after_the_config():
     first = parse(f"--config={PODS}", "--config.name=mine").workdir
     assert first.parent == pathlib.Path("runs") and first.name.startswith("mine-20")

@@ -138,24 +138,35 @@ def extract_choice(completion: str, letters: str = "ABCD") -> str | None:
       2. the last one announced: "the answer is (B)", "answer: b", "the correct option is B";
       3. a last line that is but the letter, in any case and brackets;
       4. a first or last line that begins with one, "B. Paris", where no other line does.
-    An "A" or "I" that goes on as prose ("A dog") is a word, not a choice.
+    An "A" or "I" that goes on as prose ("A dog") is a word, not a choice. "A or B" and "A, B" choose nothing.
     """
     chosen, announced, lettered = _choice_patterns(letters)
     marked = grading.marked_answer(completion)
     if marked is not None:
         found = chosen.match(_plain_prose(marked))
         if found:
-            return found.group(found.lastindex).upper()
+            return None if _goes_on(found, letters) else found.group(found.lastindex).upper()
     text = _plain_prose(completion)
-    said = [match.group(match.lastindex).upper() for match in announced.finditer(text)]
+    found = [match for match in announced.finditer(text) if not _goes_on(match, letters)]
+    said = [match.group(match.lastindex).upper() for match in found]
     if said:
         return said[-1]
     lines = text.splitlines() if text else [""]
     alone = re.fullmatch(rf"[(\[]?([{re.escape(letters + letters.lower())}])[)\].:]*", lines[-1])
     if alone:
         return alone.group(1).upper()
-    begun = [(number, match.group(1)) for number, line in enumerate(lines) if (match := lettered.match(line))]
+    begins = [(number, lettered.match(line)) for number, line in enumerate(lines)]
+    begun = [(number, match.group(1)) for number, match in begins if match and not _goes_on(match, letters)]
     return begun[0][1] if len(begun) == 1 and begun[0][0] in (0, len(lines) - 1) else None
+
+
+def _goes_on(match: re.Match[str], letters: str) -> bool:
+    """Whether other letters follow the one that was found: "A or B", "A, B, C"."""
+    after = match.string[match.end(match.lastindex) :]
+    return (
+        re.match(rf"[)\].:]*\s*(?:,|/|&|\bor\b|\band\b)[\s(\[]*(?:also |or |and )?[{re.escape(letters)}]\b", after)
+        is not None
+    )
 
 
 def _plain_prose(text: str) -> str:

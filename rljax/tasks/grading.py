@@ -237,6 +237,9 @@ def warm_up() -> None:
         _equal(answer, answer + "+0")
 
 
+_RELATION = re.compile(r"[\s$]*(?:\\(?:neq?|not|geq?|gt|leq?|lt)(?![a-zA-Z])|[<>≠≥≤])")
+
+
 def grade_math(completion: str, gold: str | float) -> float:
     """1.0 if the completion's answer equals the gold answer as mathematics, else 0.0.
 
@@ -261,6 +264,8 @@ def grade_math(completion: str, gold: str | float) -> float:
     gold = _gold_answer(gold)
     if _text(answer) == _text(gold):
         return 1.0
+    if _RELATION.match(answer) and not _RELATION.match(gold):
+        return 0.0  # "\\neq 4" and "> 4", of which math-verify sees the 4
     number, gold_number = _fraction(_text(answer)), _fraction(_text(gold))
     if number is not None and gold_number is not None:
         if number == gold_number:

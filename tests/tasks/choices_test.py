@@ -155,3 +155,17 @@ def test_extract_choice_takes_linear_time(unit):
     started = time.process_time()
     choices.extract_choice(unit * 20_000)
     assert time.process_time() - started < 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["The answer is A or B", "(A) or (B)", r"\boxed{A or B}", r"\boxed{A, B, C, D}", "Answer: A or B or C or D",
+             "<answer>A and also B</answer>", r"\boxed{(A), (C)}"],
+)  # fmt: skip
+def test_who_names_several_letters_chooses_none(text):
+    assert choices.extract_choice(text) is None
+    assert choices.extract_choice(text.replace("A", "B", 1) + "\nSo the answer is (D).") in (None, "D")
+
+
+def test_a_letter_before_other_words_is_chosen():
+    assert choices.extract_choice("The answer is (B), because A melts and C burns.") == "B"
+    assert choices.extract_choice("The answer is B and not A.") == "B"

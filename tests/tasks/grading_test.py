@@ -321,3 +321,14 @@ def test_importing_tasks_imports_neither_jax_nor_sympy():
         "print({'jax', 'sympy'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize("answer", [r"\neq 4", r"\ne 4", r"\not 4", "> 4", r"$\ge 4$", "≥4", r"\lt 4"])
+def test_what_is_related_to_the_answer_is_not_the_answer(answer):
+    assert grading.grade_math(rf"\boxed{{{answer}}}", "4") == 0.0
+    assert grading.grade_math(rf"\boxed{{{answer}}}", answer) == 1.0
+
+
+def test_commands_that_begin_like_relations_are_none():
+    assert grading.grade_math(r"\boxed{\left(1, 2\right)}", "(1,2)") == 1.0
+    assert grading.grade_math(r"\boxed{x \ge 4}", r"x \geq 4") == 1.0
