@@ -208,7 +208,7 @@ def newest(config: Config, workdir: pathlib.Path):
 
 def file_name(config: Config, step: int | None) -> str:
     """Of an evaluation's files: of the task, its data file and the checkpoint's step."""
-    data = pathlib.Path(config.task.eval_path or config.task.path or config.task.mix).stem
+    data = pathlib.Path(config.task.eval_path or config.task.path).stem
     name = re.sub(r"[^\w-]+", "_", "-".join(filter(None, (config.task.name, data))))
     return name + ("" if step is None else f"-{step:06}")
 
