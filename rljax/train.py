@@ -132,8 +132,8 @@ def progress(config: Config, state: RunState) -> float:
 def recorded(parts: Parts, step: int, trace: records.Trace, last: bool) -> dict[str, list[dict]]:
     """The step's lines of rollouts.jsonl and samples.jsonl: samples at the first, the last and every N-th step."""
     every, seed = parts.config.metrics.samples_every, (parts.config.seed, RECORDS, step)
-    due = every > 0 and (step == 1 or step % every == 0 or last)
-    samples = records.of_rollouts(trace, parts.tokenizer, seed) if due else []
+    wanted = due(step, every) or (every > 0 and (step == 1 or last))
+    samples = records.of_rollouts(trace, parts.tokenizer, seed) if wanted else []
     return {"rollouts": [records.of_prompts(trace)], "samples": samples}
 
 

@@ -42,6 +42,22 @@ def run(workdirs: Sequence[pathlib.Path]) -> pathlib.Path:
     return path
 
 
+def head(title: str, style: str = "") -> str:
+    """The beginning of a page, up to its body; `style` comes after the style of all pages."""
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{escape(title)}</title>
+<style>
+{STYLE.read_text(encoding="utf-8")}{style}</style>
+</head>
+"""
+
+
 def page(groups: Sequence[Group]) -> str:
     """The whole page."""
     title = "Run report: " + ", ".join(group.label for group in groups)
@@ -68,18 +84,7 @@ def page(groups: Sequence[Group]) -> str:
         for i, a in enumerate(curves.AXES)
     )
     legend = "".join(f"<li>{_line(i)}{escape(_legend(group))}</li>" for i, group in enumerate(groups))
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>{escape(title)}</title>
-<style>
-{STYLE.read_text(encoding="utf-8")}</style>
-</head>
-<body>
+    return f"""{head(title)}<body>
 {radios}
 <svg class="defs" aria-hidden="true"><defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse"
  patternTransform="rotate(45)"><path d="M0 0V5"/></pattern></defs></svg>

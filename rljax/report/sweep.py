@@ -54,18 +54,7 @@ def page(spec: Spec, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
         )
         sections.append(("Runs without a result", f'<ul class="notes">{listed}</ul>'))
     body = "".join(f"<section><h2>{escape(name)}</h2>{content}</section>" for name, content in sections)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>{escape(title)}</title>
-<style>
-{report.STYLE.read_text(encoding="utf-8")}{STYLE}</style>
-</head>
-<body>
+    return f"""{report.head(title, STYLE)}<body>
 <header><h1>{escape(title)}</h1>{"".join(parts)}</header>
 <main>{body}</main>
 <footer><p>{NOTE}</p></footer>
