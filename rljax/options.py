@@ -204,6 +204,10 @@ class RolloutOptions:
     columns: Count
     max_rounds: Count
 
+    def decoding(self, shards: int) -> tuple[int, int]:
+        """(lanes, slots) that decode at once, over `shards` devices: without those that a step could never fill."""
+        return min(self.lanes, -(-self.prompts // shards) * shards), min(self.slots, self.samples)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BudgetOptions:

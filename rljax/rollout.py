@@ -33,8 +33,7 @@ def generate(
     Lanes and slots that a step of options.prompts × options.samples could never fill are left out.
     temperature, lanes, slots: instead of the options' (evaluation has others). on_finished: sampling.generate.
     """
-    shards = sharding.size(sharding.mesh_of(params), "prompts")
-    most = min(options.lanes, -(-options.prompts // shards) * shards), min(options.slots, options.samples)
+    most = options.decoding(sharding.size(sharding.mesh_of(params), "prompts"))
     return sampling.generate(
         model,
         params,

@@ -9,7 +9,7 @@ import pathlib
 
 import jax
 
-from rljax import batching, metrics, plan
+from rljax import batching, metrics, plan, sharding
 from rljax import config as config_lib
 from rljax.config import ConfigError
 from rljax.options import Config
@@ -134,7 +134,7 @@ def describe(config: Config, model, actor_model, learner, mesh, prompts, held_ou
         *by,
         ("task", f"{config.task.name}: {len(prompts):,} training prompts, {len(held_out):,} held out{without}"),
         ("step", f"{r.prompts} prompts × {r.samples} rollouts of ≤ {r.max_new_tokens} tokens, kept: {keep}"),
-        ("shapes", shapes(config)),
+        ("shapes", shapes(config, mesh)),
         ("budget", f"{b.rollouts:,} rollouts, {b.rule}; about {total_steps(config):,} steps"),
         ("mesh", f"{axes} ({devices})"),
         ("memory", memory(plan.state_bytes(config, model.config, mesh, actor_model and actor_model.config), mesh)),
@@ -149,13 +149,13 @@ def left_out(config: Config, dropped, too_long: dict[str, int]) -> str:
     return f"; left out: {reasons}" if reasons else ""
 
 
-def shapes(config: Config) -> str:
+def shapes(config: Config, mesh) -> str:
     """The static shapes that a run compiles for: of decoding, and the widths of an update's rows."""
     r = config.rollout
     prompt, completion = (
         "/".join(map(str, batching.buckets(limit))) for limit in (r.max_prompt_tokens, r.max_new_tokens)
     )
-    lanes, slots = min(r.lanes, r.prompts), min(r.slots, r.samples)
+    lanes, slots = r.decoding(sharding.size(mesh, "prompts"))
     return (
         f"decode {lanes} lanes × {slots} slots; learn {r.prompts} × {config.pods.keep} rows,"
         f" padded to {prompt} + {completion} tokens"
