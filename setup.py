@@ -49,7 +49,8 @@ setup(
         "tpu": ["jax[tpu]"],
         "gym": ["reasoning-gym>=0.1.19,<0.2"],  # task.name=reasoning_gym
         "wandb": ["wandb>=0.19"],
-        "notebooks": ["ipykernel>=6.29", "matplotlib>=3.9", "nbclient>=0.10"],
+        # ipywidgets: tqdm, which the hub's client imports, warns in notebooks that lack it
+        "notebooks": ["ipykernel>=6.29", "ipywidgets>=8.1", "matplotlib>=3.9", "nbclient>=0.10"],
         "parity": ["peft>=0.17", "torch==2.13.0"],
     },
 )

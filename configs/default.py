@@ -18,6 +18,7 @@ def get_config() -> ConfigDict:
         dtype="float32",  # of the parameters: float32 | bfloat16
         compute_dtype="",  # of products and caches: float32 | bfloat16. "": as dtype. Norms, softmax, logits: float32
         remat="dots",  # what the backward pass recomputes: none | dots (all but products with weights) | layer (all)
+        attention="xla",  # of prefill and learning: xla | cudnn (NVIDIA, bfloat16) | splash (TPU). Decoding: xla
         attention_chunk=512,  # tokens of a row whose attention scores are alive at once; 0: all
         token_chunk=1024,  # completion tokens whose [tokens, vocabulary] logits are alive at once
     ))
@@ -71,6 +72,7 @@ def get_config() -> ConfigDict:
         segment=6,  # decode steps between refills of finished slots
         columns=256,  # tokens of a row that its cache holds at first; doubled when a row outgrows it
         max_rounds=1,  # DAPO's dynamic sampling: rounds of new prompts until P groups' rewards differ. 1 is off
+        staleness=0,  # steps by which the weights of the rollouts lag. 1: made while the step before is learned from
     ))
 
     c.budget = ConfigDict(dict(
@@ -158,10 +160,12 @@ def get_config() -> ConfigDict:
         micro_batches=1,  # gradient accumulation inside one optimizer step; changes memory, not the gradient
     ))
 
-    c.mesh = ConfigDict(dict(  # devices along each axis; -1 takes what is left
+    c.mesh = ConfigDict(dict(  # the learner's devices along each axis; -1 takes what is left
         data=-1,  # prompts
         fsdp=1,  # prompts and parameters
         tensor=1,  # heads, hidden units, vocabulary
+        rollout_devices=0,  # devices, the last ones, that make rollouts alone. 0: the learner's make them
+        rollout_tensor=1,  # of these along heads, hidden units and vocabulary; the rest along prompts
     ))
 
     c.hosts = ConfigDict(dict(  # processes of a run on several hosts (jax.distributed). All as it is: one process

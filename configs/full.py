@@ -10,8 +10,7 @@ from configs import jackpot
 
 
 def get_config(preset: str = "tiny") -> ConfigDict:
-    c = jackpot.build(preset, jackpot.PEERS)
-    c.name = "full"
+    c = jackpot.build(preset, jackpot.PEERS, name="full")
     c.budget.rule = "cero"
     c.rollout.samples = 32
     c.rollout.slots = 32

@@ -122,9 +122,9 @@ PEERS = {f.__name__: f for f in (none, tis, tis_kl, kl_only, on_policy, stale)}
 PAPER = {f.__name__: f for f in (qwen25_1p5b_to_3b, qwen3_1p7b_to_4b, qwen3_1p7b_to_8b)}
 
 
-def build(preset: str, own: presets.Presets) -> ConfigDict:
+def build(preset: str, own: presets.Presets, name: str = "jackpot") -> ConfigDict:
     c = default.get_config()
-    c.name = "jackpot"
+    c.name = name
     c.jackpot.rule = "obrs"
     c.actor.path = "tiny-actor"
     presets.apply(c, preset, own)

@@ -62,7 +62,8 @@ def _of_rollouts(line: Mapping[str, Any], config: Config, first: Mapping[str, An
         line[name] for name in ("rollouts/truncated", "cero/effective_prompt_ratio", "train/reward_mean")
     )
     entropy, before = line["rollouts/entropy"], first["rollouts/entropy"]
-    gap, by_policy = line["train/logprob_gap"], not (config.actor.path or config.actor.dtype)
+    others = config.actor.path or config.actor.dtype or config.rollout.staleness  # than the policy as it is
+    gap, by_policy = line["train/logprob_gap"], not others
     rewards = "" if mean is None else f" (mean reward {mean:.3g})"
     return {
         "truncated": _if(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rljax.algos import cero
@@ -14,8 +14,10 @@ from rljax.options import Config
 from rljax.prompts import Stream
 from rljax.types import Prompts
 
+_init = jax.jit(cero.init, static_argnums=0)
 _update = jax.jit(cero.update, static_argnums=0)
 _allocate = jax.jit(cero.allocate, static_argnums=0)
+_metrics = jax.jit(cero.metrics, static_argnums=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,9 @@ class Uniform:
     def metrics(self, state) -> dict[str, float]:
         return {}
 
+    def foreseen(self) -> list[str]:
+        return []
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cero:
@@ -98,7 +103,7 @@ class Cero:
     cero: cero.Cero
 
     def init(self):
-        return cero.init(self.cero)
+        return _init(self.cero)
 
     def draw(self, stream: Stream, draws: int, spent: int, state) -> Grants:
         """Draws on until P prompts hold grants, the epochs are over or the budget is granted.
@@ -109,9 +114,11 @@ class Cero:
         last = self.cero.epochs * self.cero.num_prompts
         while len(ids) < self.prompts and draws < last and self.cero.budget - spent - sum(counts) >= 2:
             chunk = stream.take(draws, min(self.prompts - len(ids), last - draws))
-            padded = self._pad(chunk.ids, self.prompts)
-            granted = np.asarray(_allocate(self.cero, state, padded, reserved=jnp.int32(sum(counts))))
-            state = _update(self.cero, state, *self._no_rows(), drawn_ids=padded, drawn_counts=granted)
+            padded, reserved = jax.device_put((self._pad(chunk.ids, self.prompts), np.int32(sum(counts))))
+            grants = _allocate(self.cero, state, padded, reserved=reserved)
+            none = jax.device_put(self._no_rows())
+            state = _update(self.cero, state, *none, drawn_ids=padded, drawn_counts=grants)
+            granted = jax.device_get(grants)
             draws += len(chunk)
             taken = granted[: len(chunk)] > 0
             ids += chunk.ids[taken].tolist()
@@ -124,18 +131,49 @@ class Cero:
         """Posterior and prices after the rewards [R] of a step's rollouts; ids are their prompts'."""
         R = self.prompts * self.cero.n_max
         none = self._pad(np.zeros(0, np.int64), self.prompts)
-        return _update(
-            self.cero,
-            state,
+        rows = (
             self._pad(ids, R),
             np.pad(rewards.astype(np.float32), (0, R - len(rewards))),
             np.pad(valid, (0, R - len(valid))),
-            drawn_ids=none,
-            drawn_counts=np.zeros(self.prompts, np.int32),
         )
+        rows, drawn = jax.device_put((rows, {"drawn_ids": none, "drawn_counts": np.zeros(self.prompts, np.int32)}))
+        return _update(self.cero, state, *rows, **drawn)
 
     def metrics(self, state) -> dict[str, float]:
-        return {f"cero/{name}": float(value) for name, value in cero.metrics(self.cero, state).items()}
+        return {f"cero/{name}": float(value) for name, value in jax.device_get(_metrics(self.cero, state)).items()}
+
+    def foreseen(self) -> list[str]:
+        """What to warn of before the first step: a budget from which prices have nothing to choose."""
+        c, first = self.cero, self.first_epoch()
+        remedy = "raise budget.rollouts, or lower task.train_prompts"
+        if c.budget < c.num_prompts * c.n_max:
+            return [
+                f"budget.rollouts = {c.budget:,} are {c.budget // c.n_max:,} groups of rollout.samples = {c.n_max} for"
+                f" {c.num_prompts:,} training prompts: few prompts are met again once CERO knows what they are worth;"
+                f" {remedy} or rollout.samples"
+            ]
+        if c.epochs > 1 and first > 0.9 * c.budget:
+            return [
+                f"the first of budget.epochs = {c.epochs} will spend about {first / c.budget:.0%} of budget.rollouts ="
+                f" {c.budget:,}, before CERO knows what prompts are worth; {remedy} or budget.epochs, or raise"
+                f" cero.step_mu (it is {c.rates.step_mu:.3g}), with which the budget's price rises sooner"
+            ]
+        return []
+
+    def first_epoch(self) -> float:
+        """Rollouts that the first epoch spends, whatever their rewards.
+
+        All M prices begin at θ = η E[p(1-p)] of the prior, and a prompt's own moves only after it was drawn. Each draw
+        is granted N until the budget's price, which rises by step_mu (N - t) a grant of a target of t = B / (K M), has
+        reached θ, after D = θ / (step_mu (N - t)) draws; then as many are granted as keep it there, t a draw:
+        N D + t (M - D).
+        """
+        c = self.cero
+        target, theta = c.budget / (c.epochs * c.num_prompts), float(jax.device_get(self.init().theta)[0])
+        rise = c.rates.step_mu * (c.n_max - target)
+        draws = theta / rise if rise > 0 and c.min_visits == 0 else math.inf
+        free = min(draws, c.num_prompts)
+        return min(c.budget, c.n_max * free + target * (c.num_prompts - free))
 
     def _no_rows(self):
         R = self.prompts * self.cero.n_max

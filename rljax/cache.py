@@ -22,7 +22,7 @@ def keep_compiled() -> None:
 
     Of CPUs each machine has its own: a program made for one may hold instructions that another lacks.
     """
-    if jax.config.jax_compilation_cache_dir:
+    if jax.config.values["jax_compilation_cache_dir"]:
         return
     whose = platform.node() if jax.default_backend() == "cpu" else jax.default_backend()
     jax.config.update("jax_compilation_cache_dir", str(folder() / "compiled" / whose))

@@ -1,10 +1,10 @@
 """One RunState, saved and restored with Orbax.
 
-A checkpoint is `folder/STEP/` with two Orbax items: `arrays`, the leaves of the learner and of the budget
-under their dotted names (`learner.params.layers.q`; frozen parameters are the base model's and stay out), and
-`host`, the plain JSON data. A save is asynchronous and atomic: a step folder appears under its name only when all
-of it is on disk, so a process killed in mid-save leaves the previous step as the latest. Every process of a
-multi-host run calls every method; Orbax writes each process's shards.
+A checkpoint is `folder/STEP/` with two Orbax items: `arrays`, the leaves of the learner, of the budget and
+of the rollouts' stale weights under their dotted names (`learner.params.layers.q`; frozen parameters are the base
+model's and stay out), and `host`, the plain JSON data. A save is asynchronous and atomic: a step folder appears under
+its name only when all of it is on disk, so a process killed in mid-save leaves the previous step as the latest. Every
+process of a multi-host run calls every method; Orbax writes each process's shards.
 
 Where the leaves come back:
     a committed jax.Array, or a ShapeDtypeStruct with a sharding     the template's sharding, on any mesh
@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 from rljax.types import RunState
 
 ARRAYS, HOST = "arrays", "host"  # the two Orbax items of a step
-ARRAY_FIELDS = ("learner", "budget")
+ARRAY_FIELDS = ("learner", "budget", "behaviour")
 HOST_FIELDS = ("draws", "step", "totals")
 
 

@@ -111,10 +111,14 @@ def read_saved(file: pathlib.Path) -> dict:
     """What a run folder's config.json holds; ConfigError if it is no run's."""
     try:
         saved = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        values = flatten(saved) if isinstance(saved, dict) else {}
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read as JSON ({error}); name another run folder") from error
     if not isinstance(saved, dict) or not {"rollout", "budget"} <= saved.keys():
         raise ConfigError(f"{file} is not the config of a run; name another run folder")
+    huge = [key for key, value in values.items() if isinstance(value, int) and value.bit_length() > 63]
+    if huge:
+        raise ConfigError(f"{file}: {huge[0]} is a number of more than 64 bits; correct it, or name another run folder")
     return saved
 
 
@@ -126,7 +130,8 @@ def flat(config: Config) -> dict[str, Any]:
 # Keys that say where, how fast and how closely watched a run computes, never what it learns.
 MAY_DIFFER = (
     "name", "mesh.*", "hosts.*", "checkpoint.*", "eval.*", "rewards.*", "metrics.*",
-    "model.remat", "model.attention_chunk", "model.token_chunk", "rollout.lanes", "rollout.slots", "rollout.segment",
+    "model.remat", "model.attention", "model.attention_chunk", "model.token_chunk",
+    "rollout.lanes", "rollout.slots", "rollout.segment",
     "rollout.columns", "learner.micro_batches",
 )  # fmt: skip
 
@@ -179,6 +184,8 @@ def _checked(key: str, value: Any) -> Any:
     spec = KEYS[key]
     if value is None and spec.optional:
         return None
+    if isinstance(value, int) and value.bit_length() > 63:
+        raise ConfigError(f"{key} is a number of more than 64 bits; give a smaller one")
     if spec.type is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not spec.type:

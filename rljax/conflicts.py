@@ -11,6 +11,7 @@ from rljax.options import (
     Config,
     HostsOptions,
     LearnerOptions,
+    ModelOptions,
     PodsOptions,
     RolloutOptions,
     TaskOptions,
@@ -19,6 +20,7 @@ from rljax.options import (
 
 def conflicts(c: Config) -> Iterator[str]:
     """A sentence for each, with the keys, their values and what to do, the most basic first."""
+    yield from _model_conflicts(c.model)
     yield from _task_conflicts(c.task, c.eval.tasks)
     yield from _rollout_conflicts(c.rollout)
     yield from _budget_conflicts(c.budget, c.rollout, c.task)
@@ -35,7 +37,7 @@ def conflicts(c: Config) -> Iterator[str]:
         )
     yield from _actor_conflicts(c)
     yield from _learner_conflicts(c.learner, c.rollout, c.budget)
-    axes = dataclasses.asdict(c.mesh)
+    axes = {key: size for key, size in dataclasses.asdict(c.mesh).items() if not key.startswith("rollout_")}
     yield from (
         f"mesh.{axis} = 0 is no size; give at least 1, or -1 for the devices that are left"
         for axis, size in axes.items()
@@ -44,6 +46,7 @@ def conflicts(c: Config) -> Iterator[str]:
     free = [f"mesh.{axis}" for axis, size in axes.items() if size == -1]
     if len(free) > 1:
         yield f"{' and '.join(free)} are -1, but one axis takes the devices that are left; size the others"
+    yield from _apart_conflicts(c)
     yield from _hosts_conflicts(c.hosts)
 
 
@@ -58,6 +61,15 @@ READ = {
     "arithmetic": ["mix", "shots"],
     "reasoning_gym": ["mix", "options", "grader", "format", "length_free", "length_max", "template", "stop"],
 }
+
+
+def _model_conflicts(m: ModelOptions) -> Iterator[str]:
+    computes = m.compute_dtype if m.compute_dtype else m.dtype
+    if m.attention == "cudnn" and computes != "bfloat16":
+        yield (
+            f"model.attention = 'cudnn' takes half precision alone, and this model computes in {computes}; set"
+            " model.compute_dtype='bfloat16'"
+        )
 
 
 def _task_conflicts(t: TaskOptions, to_evaluate: str) -> Iterator[str]:
@@ -169,10 +181,11 @@ def _actor_conflicts(c: Config) -> Iterator[str]:
     if j.rule == "none":
         return
     updates = c.learner.minibatches * c.learner.epochs
-    if not (a.path or a.dtype) and (updates == 1 or j.target == "old"):
+    if not (a.path or a.dtype or c.rollout.staleness) and (updates == 1 or j.target == "old"):
         yield (
             "jackpot.rule = 'obrs' has nothing to correct: the policy itself makes the rollouts; set actor.path or"
-            " actor.dtype, or several learner.minibatches or learner.epochs with jackpot.target = 'new'"
+            " actor.dtype, or several learner.minibatches or learner.epochs with jackpot.target = 'new', or"
+            " rollout.staleness"
         )
     if c.loss.correction != "none":
         yield (
@@ -183,6 +196,31 @@ def _actor_conflicts(c: Config) -> Iterator[str]:
         yield (
             f"jackpot.normaliser = 'exact' needs the whole vocabulary at the old policy, but jackpot.table ="
             f" {j.table!r} and jackpot.target = {j.target!r}; set jackpot.normaliser to 'top_k'"
+        )
+
+
+def _apart_conflicts(c: Config) -> Iterator[str]:
+    """Of rollouts on devices of their own, and by older weights."""
+    m, j, stale = c.mesh, c.jackpot, c.rollout.staleness
+    if m.rollout_devices == 0 and m.rollout_tensor != 1:
+        yield (
+            f"mesh.rollout_tensor = {m.rollout_tensor} has no effect without mesh.rollout_devices; set it to 1, or"
+            " mesh.rollout_devices to the number of devices that make rollouts alone"
+        )
+    elif m.rollout_devices % m.rollout_tensor:
+        yield (
+            f"mesh.rollout_tensor = {m.rollout_tensor} does not divide mesh.rollout_devices = {m.rollout_devices};"
+            " change one of them"
+        )
+    if stale and c.loss.correction == "none" and j.rule == "none":
+        yield (
+            f"rollout.staleness = {stale} makes rollouts by older weights, and nothing corrects for it; set"
+            " loss.correction to 'truncate' (TIS), or jackpot.rule to 'obrs' and jackpot.table to 'sampler'"
+        )
+    if stale and j.rule == "obrs" and j.table != "sampler":
+        yield (
+            f"rollout.staleness = {stale} and jackpot.table = {j.table!r}, for which the model of the rollouts is run"
+            " again, with weights that it no longer has; set jackpot.table to 'sampler'"
         )
 
 

@@ -135,11 +135,10 @@ class Console(contextlib.AbstractContextManager):
             cells = [text.rjust(width) for text, (_, width) in zip(row[2:], numbers, strict=True)]
             self._print("  ".join([*texts, *cells]), style="bold" if row is rows[0] else "")
         self._print("")
-        self._since_header = 0
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Prints the line of an evaluation made after `step` training steps."""
-        if self._quiet:
+        """Prints the line of an evaluation made after `step` training steps; nothing where the metrics hold none."""
+        if self._quiet or not any(name in metrics for name in EVALUATION_METRICS):
             return
         titles = {name: name.removeprefix("eval/").replace("_at_", "@") for name in EVALUATION_METRICS}
         parts = [f"{titles[name]} {_number(name, metrics[name], 'z.3f')}" for name in titles if name in metrics]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from rljax.models import logprobs
 from rljax.options import JackpotOptions
 from rljax.types import Array, TrainBatch, pytree
 
+Decoder = tuple[Any, Any]  # a model and its parameters
+
 
 @pytree
 class Weighed:
@@ -28,10 +31,12 @@ class Weighed:
     weights: Array
 
 
-def tables(policy, behaviour, batch: TrainBatch, lam, options: JackpotOptions, temperature, chunk) -> obrs.States:
+def tables(
+    policy: Decoder, behaviour: Decoder, batch: TrainBatch, lam, options: JackpotOptions, temperature, chunk: int
+) -> obrs.States:
     """obrs.States of every token [P, K, T] of a batch.
 
-    policy, behaviour: (model, parameters) of the target and of the actor. With options.table = "sampler" the
+    policy, behaviour: of the target and of the actor. With options.table = "sampler" the
     candidates are the actor's top k that the sampler recorded, the actor is not run, and what needs the whole
     vocabulary (Z, KL) is None.
     """
@@ -42,23 +47,22 @@ def tables(policy, behaviour, batch: TrainBatch, lam, options: JackpotOptions, t
         target, on = _values(policy, hidden, ids, top, temperature, chunk)
         found = obrs.States(
             ids=top, mask=jnp.ones(top.shape, bool), target_on=on, actor_on=top_logprobs, target_logprobs=target,
-            actor_logprobs=batch.sampler_logprobs.reshape(-1), z=None, kl_before=None, kl_after=None,
+            actor_logprobs=jnp.reshape(batch.sampler_logprobs, -1), z=None, kl_before=None, kl_after=None,
         )  # fmt: skip
     else:
         proposal = _flat(logprobs.completion_hidden(*behaviour, batch))
 
         def states(part):
             target_hidden, actor_hidden, tokens = part
-            pair = ((policy, target_hidden), (behaviour, actor_hidden))
-            both = (logprobs.scale(model.unembed(params, h), temperature) for (model, params), h in pair)
-            return obrs.states(*both, tokens, lam, k=options.top_k)
+            target = _logits(policy, target_hidden, temperature)
+            return obrs.states(target, _logits(behaviour, actor_hidden, temperature), tokens, lam, k=options.top_k)
 
         found = scan_chunks(states, (hidden, proposal, ids), chunk=chunk)
     shape = batch.tokens.shape
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
 
 
-def renewed(policy, batch: TrainBatch, states: obrs.States, temperature, chunk: int) -> obrs.States:
+def renewed(policy: Decoder, batch: TrainBatch, states: obrs.States, temperature, chunk: int) -> obrs.States:
     """The states with the target's values of these parameters; what the pass before knew exactly is dropped."""
     hidden = _flat(logprobs.completion_hidden(*policy, batch))
     target, on = _values(policy, hidden, batch.tokens.reshape(-1), _flat(states.ids), temperature, chunk)
@@ -98,7 +102,7 @@ def weigh(batch: TrainBatch, mask, states: obrs.States, old, lam, key, options: 
     how = {"z": z, "old_logprobs": old, "normalise": options.normalise, "c1": options.c1, "c2": options.c2}
     weights = obrs.jackpot_weights(target, actor, lam, **how)
     sums = obrs.weight_sums(target, actor, lam, accept, mask, **how)
-    if states.z is not None:
+    if states.z is not None and states.kl_before is not None and states.kl_after is not None:
         sums |= obrs.state_sums(states.z, states.kl_before, states.kl_after, mask)
     return Weighed(accept=accept, weights=weights), sums, kappa
 
@@ -109,13 +113,18 @@ def budget_lambda(target_logprobs, actor_logprobs, mask, budget):
     return obrs.lambda_for_budget(ratio, jnp.ones_like(ratio), budget, mask=mask.reshape(-1))
 
 
-def _values(policy, hidden, tokens, ids, temperature, chunk):
+def _logits(decoder: Decoder, hidden, temperature):
+    """float32[N, V] of hidden states [N, E]."""
+    model, params = decoder
+    return logprobs.scale(model.unembed(params, hidden), temperature)
+
+
+def _values(policy: Decoder, hidden, tokens, ids, temperature, chunk):
     """(log-probs of the tokens [N], log-probs on the candidates [N, C]) of hidden states [N, E]."""
-    model, params = policy
 
     def one(part):
         h, token, at = part
-        scaled = logprobs.scale(model.unembed(params, h), temperature)
+        scaled = _logits(policy, h, temperature)
         log_p = scaled - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
         chosen = jnp.take_along_axis(log_p, token[:, None], axis=-1)[:, 0]
         return chosen, jnp.take_along_axis(log_p, at, axis=-1)
@@ -123,6 +132,6 @@ def _values(policy, hidden, tokens, ids, temperature, chunk):
     return jax.lax.stop_gradient(scan_chunks(one, (hidden, tokens, ids), chunk=chunk))
 
 
-def _flat(x):
+def _flat(x) -> jax.Array:
     """[P, K, T, ...] → [P K T, ...]."""
-    return x.reshape(math.prod(x.shape[:3]), *x.shape[3:])
+    return jnp.reshape(x, (math.prod(x.shape[:3]), *x.shape[3:]))

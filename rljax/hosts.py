@@ -9,6 +9,7 @@ prompts, and the rewards are gathered, so that every process counts each of them
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -54,7 +55,8 @@ def joined(config: Config, workdir: pathlib.Path, mode: str) -> Iterator[None]:
     try:
         ours = {key: value for key, value in config_lib.flat(config).items() if key not in OWN}
         ours |= {"--workdir": str(workdir), "--mode": mode, "rljax": rljax.__version__, "jax": jax.__version__}
-        compare(ours)
+        with _unsaid():
+            compare(ours)
         try:
             yield
         except preemption.Preempted:
@@ -64,6 +66,21 @@ def joined(config: Config, workdir: pathlib.Path, mode: str) -> Iterator[None]:
     except BaseException as error:
         _leave(error)
         raise
+
+
+@contextlib.contextmanager
+def _unsaid() -> Iterator[None]:
+    """Inside, nothing reaches standard output: Gloo, between CPUs, prints a line there as all processes connect."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what C and C++ hold back
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _leave(error: BaseException) -> None:
@@ -105,7 +122,7 @@ def connect(options: HostsOptions) -> bool:
         "process_id": options.index,
         "cluster_detection_method": "deactivate",
     }
-    found = {"cluster_detection_method": options.cluster} if options.cluster else explicit
+    found: dict[str, Any] = {"cluster_detection_method": options.cluster} if options.cluster else explicit
     who = "this process" if options.cluster else f"process {options.index} of {options.count}"
     where = options.coordinator if options.coordinator else f"hosts.cluster = {options.cluster!r}"
     # jax aborts the process when its own time is over, and no handler of exceptions would see it.

@@ -38,7 +38,7 @@ def make_optimizer(options: LearnerOptions, total_updates: int) -> optax.Gradien
 
     Its state is float32 whatever the parameters are, but for AdamW's first moment in `moment_dtype`.
     """
-    clip = optax.clip_by_global_norm(options.max_grad_norm) if options.max_grad_norm > 0 else optax.identity()
+    clip = _clip_by_global_norm(options.max_grad_norm) if options.max_grad_norm > 0 else optax.identity()
     scale = {
         "adamw": lambda: optax.scale_by_adam(
             b1=options.adam_b1, b2=options.adam_b2, eps=options.adam_eps, mu_dtype=options.moment_dtype
@@ -51,14 +51,27 @@ def make_optimizer(options: LearnerOptions, total_updates: int) -> optax.Gradien
     return _in_float32(optax.chain(clip, scale, decay, rate))
 
 
+def _clip_by_global_norm(most: float) -> optax.GradientTransformation:
+    """Gradients times min(1, most / their global norm).
+
+    optax's own, which chooses between two trees, makes XLA hold a third one.
+    """
+
+    def update(updates, state, params=None):
+        factor = jnp.minimum(1.0, most / jnp.maximum(optax.tree.norm(updates), 1e-30))
+        return jax.tree.map(lambda g: g * factor, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
 def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """`inner` with gradients and parameters of any dtype taken as float32."""
 
     def cast(tree):
         return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
-    def update(gradients, state, params):
-        return inner.update(cast(gradients), state, cast(params))
+    def update(updates, state, params=None):
+        return inner.update(cast(updates), state, cast(params))
 
     return optax.GradientTransformation(lambda params: inner.init(cast(params)), update)
 
@@ -119,7 +132,8 @@ def train_step(
     With more than one update the log-probs of the old policy are taken before the first; with one, the old
     policy is the policy itself, and the ratio is 1. A minibatch without a token makes no update.
     The state comes and goes without its frozen parameters, which are an argument of their own and never copied.
-    With OBRS the sums hold "acceptance" [P, K, T], each token's probability before the first update.
+    With OBRS the sums hold "acceptance" [P, K, T], each token's probability before the first update, and "obrs" what
+    obrs.summarise makes of the step's.
     """
     updates = settings.minibatches * settings.epochs
     batches = _split(batch, settings.minibatches * settings.micro_batches)
@@ -129,24 +143,34 @@ def train_step(
     shape = (settings.minibatches, settings.micro_batches)
     minis = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), (batches, prior, states))
 
-    def update(state, mini):
+    def update(state, mini) -> tuple[LearnerState, dict]:
         own, own_prior, own_states = mini
         weighed, sums = None, {}
         if settings.jackpot.rule == "obrs":
             params = lora.join(state.params, frozen)
             weighed, sums = _weigh(params, own, own_prior, own_states, lam, key, settings)
         grads, more = accumulate(state, frozen, own, own_prior, weighed, settings)
-        new, norms = _apply(state, grads, optimizer, actor_optimizer)
-        some = more["importance_count"] > 0
-        # Without this, momentum and weight decay would move the parameters on a gradient of nothing.
-        new = jax.tree.map(lambda a, b: jnp.where(some, a, b), new, state)
+        norms = {"grad_norm_sum": optax.tree.norm(grads[0])}
+        if state.actor is not None:
+            norms["actor_grad_norm_sum"] = optax.tree.norm(grads[1])
+        # On a gradient of nothing, momentum and weight decay would move the parameters.
+        new = jax.lax.cond(
+            more["importance_count"] > 0,
+            lambda state, grads: _apply(state, grads, optimizer, actor_optimizer),
+            lambda state, grads: state,
+            state,
+            grads,
+        )
         return new, more | sums | norms | {"updates": jnp.ones(())}
 
     if updates == 1:
         state, sums = update(state, jax.tree.map(lambda x: x[0], minis))
-        return state, sums | named
-    state, sums = jax.lax.scan(lambda state, _: jax.lax.scan(update, state, minis), state, length=settings.epochs)
-    return state, _merge_stacked(sums, axes=2) | named
+    else:
+        state, sums = jax.lax.scan(lambda state, _: jax.lax.scan(update, state, minis), state, length=settings.epochs)
+        sums = _merge_stacked(sums, axes=2)
+    if "obrs" in sums:  # here and not on the host, where each of its operations would be a program of its own
+        sums["obrs"] = obrs.summarise(sums["obrs"])
+    return state, sums | named
 
 
 def before(state: LearnerState, batches: TrainBatch, reference, settings: Settings):
@@ -158,11 +182,11 @@ def before(state: LearnerState, batches: TrainBatch, reference, settings: Settin
         return jax.lax.map(lambda b: take(model, params, b, chunk=settings.token_chunk), batches)
 
     def prior(old):
-        other = settings.actor_model is not None and state.actor is not None and updates > 1
+        actor = state.actor if settings.actor_model is not None and updates > 1 else None
         return Prior(
             old=old,
             ref=None if reference is None else values(settings.model, reference),
-            actor=values(settings.actor_model, state.actor.params) if other else None,
+            actor=None if actor is None else values(settings.actor_model, actor.params),
         )
 
     if jackpot.rule == "none":
@@ -184,11 +208,8 @@ def _weigh(params, batches: TrainBatch, prior: Prior, states: obrs.States, lam, 
     """(Weighed, sums) of a minibatch [micro, P', …], by its target's values now."""
     old = None
     if settings.jackpot.target == "new":
-        old = prior.old
-        states = jax.lax.map(
-            lambda x: correction.renewed((settings.model, params), *x, settings.temperature, settings.token_chunk),
-            (batches, states),
-        )
+        old, policy, how = prior.old, (settings.model, params), (settings.temperature, settings.token_chunk)
+        states = jax.lax.map(lambda x: correction.renewed(policy, x[0], x[1], *how), (batches, states))
     mask = completion_mask(batches)
     weighed, sums, kappa = correction.weigh(batches, mask, states, old, lam, key, settings.jackpot)
     return weighed, {"obrs": sums, "kappa_sum": kappa, "lambda_sum": lam}
@@ -244,23 +265,25 @@ def accumulate(state: LearnerState, frozen, batches: TrainBatch, prior: Prior, w
     return grads, _merge_stacked(sums, axes=1)
 
 
-def _apply(state: LearnerState, grads, optimizer, actor_optimizer):
-    """(state after one update of each learner, the norms of their gradients)."""
+def _apply(state: LearnerState, grads, optimizer, actor_optimizer) -> LearnerState:
+    """The state after one update of each learner."""
 
     def one(own, gradient, transformation, actor):
         changes, opt_state = transformation.update(gradient, own.opt_state, own.params)
         params = optax.apply_updates(own.params, changes)
         return LearnerState(params=params, opt_state=opt_state, updates=own.updates + 1, actor=actor)
 
-    actor, norms = None, {"grad_norm_sum": optax.tree.norm(grads[0])}
-    if state.actor is not None:
-        actor = one(state.actor, grads[1], actor_optimizer, None)
-        norms["actor_grad_norm_sum"] = optax.tree.norm(grads[1])
-    return one(state, grads[0], optimizer, actor), norms
+    actor = None if state.actor is None else one(state.actor, grads[1], actor_optimizer, None)
+    return one(state, grads[0], optimizer, actor)
 
 
 def metrics(sums: dict) -> dict[str, float]:
-    """Host-side means of a step's sums, under the names of metrics.jsonl."""
+    """Host-side means of a step's sums, under the names of metrics.jsonl.
+
+    Of a batch that was halved (batching.pack, where step.may_halve allows it) what is counted or averaged over tokens
+    is of the prompts that teach alone: tokens, clip_frac, ratio_max, logprob_gap, sampler_nll, importance_mean and
+    importance_max. Loss and gradient norm are those of the whole batch.
+    """
     s = {name: float(value) for name, value in sums.items() if name not in ("obrs", "acceptance")}
     tokens = max(s["tokens"], 1.0)
     out = {
@@ -279,7 +302,7 @@ def metrics(sums: dict) -> dict[str, float]:
     if "entropy_sum" in s:
         out["train/entropy"] = s["entropy_sum"] / tokens
     if "obrs" in sums:
-        out |= {f"jackpot/{name}": float(value) for name, value in obrs.summarise(sums["obrs"]).items()}
+        out |= {f"jackpot/{name}": float(value) for name, value in sums["obrs"].items()}
         out |= {f"jackpot/{name}": s[f"{name}_sum"] / s["updates"] for name in ("kappa", "lambda")}
     if "actor_tokens" in s:
         actor_tokens = max(s["actor_tokens"], 1.0)

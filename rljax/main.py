@@ -2,10 +2,13 @@
 
     python -m rljax.main --config=configs/cero.py[:PRESET] [--workdir=DIR] [--mode=train|eval] [--dry_run]
                          [--config.KEY=VALUE]
+    python -m rljax.main --config=configs/cero.py[:PRESET] --mode=plan [--devices=KIND:CHIPS] [--config.KEY=VALUE]
     python -m rljax.main --mode=report --workdir=DIR[,DIR,...]
 
 --mode=eval evaluates the newest checkpoint in DIR, or config.model.path where DIR holds none, on the held-out prompts;
 without --config, by DIR/config.json. That file as --config=DIR/config.json starts the same run in another folder.
+--mode=plan prints bytes a device, bytes between devices and the least time of a step, on chips that need not be here
+(--devices=v5p:32) or on this machine's, and starts nothing; --dry_run of a training prints its config and that.
 --mode=report writes report.html, a page of the runs side by side, into the first DIR; seeds of one config become one.
 configs/default.py lists every KEY. Exit status: 0 done; 2 refused, with the reason on stderr: a mistake in
 the command or the configuration, or a file that cannot be used; 75 preempted by SIGTERM, and saved: the same command
@@ -34,7 +37,14 @@ from rljax import preemption
 from rljax.config import Config, ConfigError
 
 
+def _starting(config: Config) -> None:
+    """A first line at once: imports and jax take seconds. Of process 0, where the command itself says which that is."""
+    if not config.hosts.cluster and config.hosts.index == 0:
+        print(f"rljax {config.name}: starting", flush=True)
+
+
 def _train(config: Config, workdir: pathlib.Path) -> None:
+    _starting(config)
     from rljax import cache, hosts, train
 
     with hosts.joined(config, workdir, "train"):
@@ -44,6 +54,7 @@ def _train(config: Config, workdir: pathlib.Path) -> None:
 
 
 def _eval(config: Config, workdir: pathlib.Path) -> None:
+    _starting(config)
     from rljax import cache, evaluate, hosts
 
     with hosts.joined(config, workdir, "eval"):
@@ -57,19 +68,30 @@ def _report(config: None, workdir: pathlib.Path) -> None:
     print(report.run([pathlib.Path(folder) for folder in str(workdir).split(",")]))
 
 
-MODES: dict[str, Callable[[Any, pathlib.Path], None]] = {"train": _train, "eval": _eval, "report": _report}
+def _plan(config: Config, devices: str) -> None:
+    from rljax.plan import report
+
+    report.run(config, devices)
+
+
+# But for plan, a function of (config, run folder).
+MODES: dict[str, Callable[[Any, Any], None]] = {"train": _train, "eval": _eval, "plan": _plan, "report": _report}
 
 
 _NONE = re.compile(r"--?config\.[\w.]+=None")  # a key that may be None; the flags of ml_collections know only values
 
 
 class Command(NamedTuple):
-    """A parsed command line. Of a report there is no config, and workdir names run folders, split by commas."""
+    """A parsed command line. Of a report there is no config, and workdir names run folders, split by commas.
+
+    devices: "h200:8", of a plan; "" is this machine's.
+    """
 
     config: Config | None
     workdir: pathlib.Path
     mode: str
     dry_run: bool
+    devices: str = ""
 
 
 class HelpRequested(Exception):
@@ -82,7 +104,9 @@ def main(argv: Sequence[str]) -> int:
         command = parse(argv)
         if command.dry_run and command.config is not None:
             print_config(command, command.config)
-        else:
+        if command.mode == "plan" or (command.dry_run and command.mode == "train"):
+            MODES["plan"](command.config, command.devices)
+        elif not command.dry_run:
             MODES[command.mode](command.config, command.workdir)
     except HelpRequested as help_text:
         print(help_text)
@@ -90,7 +114,10 @@ def main(argv: Sequence[str]) -> int:
         print("interrupted; the same command with its --workdir resumes from the last checkpoint", file=sys.stderr)
         return 130
     except preemption.Preempted as told:
-        print(told, file=sys.stderr)
+        from rljax import metrics
+
+        if metrics.writes():  # all processes of a run are told and say the same
+            print(told, file=sys.stderr)
         return preemption.EXIT_STATUS
     except (ValueError, OSError, RuntimeError, ArithmeticError) as error:
         if not _is_for_the_user(error):
@@ -106,7 +133,8 @@ def parse(argv: Sequence[str]) -> Command:
     flags.DEFINE_string("config", None, "a config file: FILE.py or FILE.py:PRESET", flag_values=values)
     flags.DEFINE_string("workdir", None, "run folder (default: runs/NAME-TIME)", flag_values=values)
     flags.DEFINE_enum("mode", "train", list(MODES), "what to do", flag_values=values)
-    flags.DEFINE_boolean("dry_run", False, "print the resolved config and exit", flag_values=values)
+    flags.DEFINE_boolean("dry_run", False, "print the config, of a training its plan, and exit", flag_values=values)
+    flags.DEFINE_string("devices", None, "chips of --mode=plan, as h200:8 (default: this machine)", flag_values=values)
     flags.DEFINE_boolean("help", False, "print this help and exit", flag_values=values)
     values.set_gnu_getopt(True)
     try:
@@ -115,6 +143,8 @@ def parse(argv: Sequence[str]) -> Command:
         raise ConfigError(str(error)) from error
     if values.help:
         raise HelpRequested(f"{__doc__}\n{values.get_help()}")
+    if values.devices is not None and values.mode != "plan":
+        raise ConfigError(f"--devices={values.devices} is of --mode=plan; add that, or leave it out")
     if values.mode == "report":
         return _parse_report(values, rest)
     if values.workdir == "":
@@ -128,7 +158,8 @@ def parse(argv: Sequence[str]) -> Command:
     workdir = values.workdir
     if workdir is None:
         workdir = f"runs/{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    return Command(config, pathlib.Path(workdir), values.mode, values.dry_run)
+    devices = "" if values.devices is None else values.devices
+    return Command(config, pathlib.Path(workdir), values.mode, values.dry_run, devices)
 
 
 def _parse_report(values: flags.FlagValues, rest: Sequence[str]) -> Command:
@@ -181,7 +212,7 @@ def _saved(path: pathlib.Path) -> Any:
         config_lib.check_key(key)
     try:
         config.update(saved)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not the config of a run: {error}") from error
     return config
 
@@ -225,7 +256,7 @@ def _without_none(args: Sequence[str]) -> tuple[list[str], set[str]]:
     rest, unset = [], set()
     for arg in args:
         key = re.match(r"--?(?:no)?config\.([\w.]+)", arg)
-        if _NONE.fullmatch(arg) and config_lib.KEYS[key.group(1)].optional:
+        if key and _NONE.fullmatch(arg) and config_lib.KEYS[key.group(1)].optional:
             unset.add(key.group(1))
             continue
         if key:

@@ -24,6 +24,7 @@ class Settings:
 
     max_length: tokens, of aggregate="constant". temperature: that the sampler used. micro_batches, minibatches
     and epochs as in configs/default.py. actor_model: of the rollouts, where it is not the policy's own model.
+    stale: the rollouts are of older weights than the step begins with, so that the actor too learns from another's.
     """
 
     model: Model
@@ -37,6 +38,7 @@ class Settings:
     micro_batches: int
     minibatches: int
     epochs: int
+    stale: bool = False
 
 
 @pytree
@@ -107,13 +109,19 @@ def actor_loss(params, batch: TrainBatch, prior: Prior, policy_params, policy_hi
     policy_hidden: [P, K, T, E] of these tokens, by policy_params. denominators: (of the loss, tokens of the
     minibatch).
     """
-    options, actor, mask = settings.loss, settings.actor, completion_mask(batch)
-    hidden = logprobs.completion_hidden(settings.actor_model, params, batch)
-    unembed = functools.partial(settings.actor_model.unembed, params)
+    options, actor, model, mask = settings.loss, settings.actor, settings.actor_model, completion_mask(batch)
+    assert model is not None  # state.actor is there
+    hidden = logprobs.completion_hidden(model, params, batch)
+    unembed = functools.partial(model.unembed, params)
     new, _ = logprobs.chunked_values(unembed, hidden, batch.tokens, settings.temperature, settings.token_chunk)
     old = jax.lax.stop_gradient(new) if prior.actor is None else prior.actor
+    weights = None
+    if settings.stale:  # OBRS corrects the policy alone: this is TIS then
+        mode = "truncate" if options.correction == "none" else options.correction
+        how = {"level": options.correction_level, "low": options.correction_low, "high": options.correction_high}
+        weights, _ = losses.importance_weights(old, batch.sampler_logprobs, mask, mode=mode, **how)
     loss, sums = losses.policy_loss(
-        new, old, batch.advantages, mask, **_surrogate(options),
+        new, old, batch.advantages, mask, **_surrogate(options), weights=weights,
         aggregate=options.aggregate, denominator=denominators[0], max_length=settings.max_length,
     )  # fmt: skip
     loss *= actor.loss_coef

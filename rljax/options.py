@@ -151,6 +151,7 @@ class ModelOptions:
     dtype: Annotated[str, OneOf(("float32", "bfloat16"))]
     compute_dtype: Annotated[str, OneOf(("", "float32", "bfloat16"))]
     remat: Annotated[str, OneOf(("none", "layer", "dots"))]
+    attention: Annotated[str, OneOf(("xla", "cudnn", "splash"))]
     attention_chunk: CountOrOff
     token_chunk: Count
 
@@ -203,6 +204,7 @@ class RolloutOptions:
     segment: Count
     columns: Count
     max_rounds: Count
+    staleness: Annotated[int, Range(low=0, high=1)]
 
     def decoding(self, shards: int) -> tuple[int, int]:
         """(lanes, slots) that decode at once, over `shards` devices: without those that a step could never fill."""
@@ -309,6 +311,8 @@ class MeshOptions:
     data: AxisSize
     fsdp: AxisSize
     tensor: AxisSize
+    rollout_devices: CountOrOff
+    rollout_tensor: Count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

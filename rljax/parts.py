@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from rljax import budget, learner, prompts, rewards, runs, sharding, tasks
+from rljax import handover as handover_lib
 from rljax import tokenizer as tokenizer_lib
-from rljax.models import Model, hf, lora
+from rljax.handover import Handover
+from rljax.models import Model, hf, kernels, lora
 from rljax.models.transformer import attach_lora
 from rljax.objectives import Settings
 from rljax.options import Config
@@ -26,7 +28,9 @@ class Parts:
     """What a run is made of, built once."""
 
     config: Config
-    mesh: Any
+    mesh: Any  # the learner's
+    rollout_mesh: Any  # the same, or one of other devices
+    handover: Handover
     model: Model
     actor_model: Model | None  # of the rollouts, where another model makes them
     tokenizer: tokenizer_lib.Tokenizer
@@ -35,7 +39,7 @@ class Parts:
     held_out: prompts.PromptSet
     allocator: budget.Uniform | budget.Cero
     step: Any  # learner.make_step's
-    learning_rate: optax.Schedule  # of the number of updates made
+    learning_rate: optax.Schedule  # of the number of updates made, jitted
     reference: Any  # parameters of the KL's reference policy, or None
 
     def key(self, stream: int) -> jax.Array:
@@ -44,21 +48,51 @@ class Parts:
 
 def key_of(config: Config, stream: int) -> jax.Array:
     """The random key of one of the streams above."""
-    return jax.random.fold_in(jax.random.key(config.seed), stream)
+    return _key(config.seed, stream)
+
+
+@functools.lru_cache
+def _key(seed: int, stream: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(seed), stream)
 
 
 def make_mesh(config: Config):
-    """The mesh of config.mesh; ValueError where the run does not divide over it."""
-    mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
-    check_division(config, mesh)
-    return mesh
+    """The learner's mesh; raises what `make_meshes` does."""
+    return make_meshes(config)[0]
+
+
+def make_meshes(config: Config) -> tuple[Any, Any]:
+    """(the learner's mesh, the rollouts') of config.mesh: one and the same, or two of different devices.
+
+    Raises ValueError where the run does not divide over them, or they cannot do what it asks for.
+    """
+    m, stale = config.mesh, config.rollout.staleness
+    if jax.process_count() > 1 and (m.rollout_devices or stale):
+        raise ValueError(
+            f"mesh.rollout_devices = {m.rollout_devices} and rollout.staleness = {stale} are of runs of one process,"
+            f" and this one has {jax.process_count()}; set both to 0"
+        )
+    learners, makers = sharding.apart(m.rollout_devices) if m.rollout_devices else (None, [])
+    mesh = rollout_mesh = sharding.make_mesh(data=m.data, fsdp=m.fsdp, tensor=m.tensor, devices=learners)
+    if makers:
+        lanes = m.rollout_devices // m.rollout_tensor
+        rollout_mesh = sharding.make_mesh(data=lanes, tensor=m.rollout_tensor, devices=makers)
+    elif stale and mesh.size > 1:
+        raise ValueError(
+            f"rollout.staleness = {stale} makes rollouts beside the update, but both would run on the same {mesh.size}"
+            " devices, where two programs that communicate can wait for each other for ever; set mesh.rollout_devices,"
+            " which the rollouts then have alone, or rollout.staleness to 0"
+        )
+    check_division(config, mesh, rollout_mesh)
+    return mesh, rollout_mesh
 
 
 def load_model(config: Config, mesh, path: str):
     """(Model, params) of a checkpoint, as config.model says."""
     m = config.model
+    kernels.check(m.attention, jax.default_backend())
     how = {"remat": m.remat, "compute_dtype": m.compute_dtype, "attention_chunk": m.attention_chunk}
-    return hf.load(path, dtype=m.dtype, mesh=mesh, **how)
+    return hf.load(path, dtype=m.dtype, mesh=mesh, attention=m.attention, **how)
 
 
 def policy(config: Config, mesh):
@@ -101,7 +135,7 @@ def encode(config: Config, model, examples: list[dict], tokenizer, what: str) ->
 
 def build(config: Config, task: tasks.Task, pool: rewards.RewardPool) -> tuple[Parts, RunState]:
     """The parts of a run, and its state before the first step."""
-    mesh = make_mesh(config)
+    mesh, rollout_mesh = make_meshes(config)
     load = functools.partial(load_model, config, mesh)
     model, params = policy(config, mesh)
     tokenizer = make_tokenizer(config, model, task)
@@ -116,7 +150,7 @@ def build(config: Config, task: tasks.Task, pool: rewards.RewardPool) -> tuple[P
         options = dataclasses.replace(config.learner, learning_rate=config.actor.learning_rate)
         actor_optimizer = learner.make_optimizer(options, updates)
         actor = learner.init(actor_params, actor_optimizer)
-    state = learner.init(params, optimizer, actor)
+    state, stale = learner.init(params, optimizer, actor), config.rollout.staleness > 0
     settings = Settings(
         model=model,
         loss=config.loss,
@@ -129,10 +163,14 @@ def build(config: Config, task: tasks.Task, pool: rewards.RewardPool) -> tuple[P
         micro_batches=config.learner.micro_batches,
         minibatches=config.learner.minibatches,
         epochs=config.learner.epochs,
+        stale=stale,
     )
+    maker = model if actor_model is None else actor_model
     parts = Parts(
         config=config,
         mesh=mesh,
+        rollout_mesh=rollout_mesh,
+        handover=handover_lib.make(maker, config.actor.dtype, state, rollout_mesh, copied=stale),
         model=model,
         actor_model=actor_model,
         tokenizer=tokenizer,
@@ -141,11 +179,13 @@ def build(config: Config, task: tasks.Task, pool: rewards.RewardPool) -> tuple[P
         held_out=encode(config, model, task.eval, tokenizer, "held-out"),
         allocator=budget.from_config(config, len(train)),
         step=learner.make_step(settings, optimizer, state, actor_optimizer),
-        learning_rate=learner.make_schedule(config.learner, updates),
+        learning_rate=jax.jit(learner.make_schedule(config.learner, updates)),
         reference=reference(config, state, load) if config.loss.kl_coef > 0 else None,
     )
     totals = {"rollouts": 0, "wall_s": 0.0, "stage_s": {}, "eval": {}}
-    return parts, RunState(learner=state, budget=parts.allocator.init(), draws=0, step=0, totals=totals)
+    behaviour = parts.handover.weights(state) if stale else None
+    allocated = parts.allocator.init()
+    return parts, RunState(learner=state, budget=allocated, draws=0, step=0, totals=totals, behaviour=behaviour)
 
 
 def reference(config: Config, state: LearnerState, load):
@@ -184,17 +224,21 @@ def check_sizes(config: Config, model) -> None:
         )
 
 
-def check_division(config: Config, mesh) -> None:
+def check_division(config: Config, mesh, rollout_mesh) -> None:
     """Raises ValueError where prompts, lanes or micro-batches do not divide over the devices of prompts."""
-    shards = sharding.size(mesh, "prompts")
     per_update = config.rollout.prompts // (config.learner.minibatches * config.learner.micro_batches)
-    sizes = {
-        "rollout.lanes": config.rollout.lanes,
-        "rollout.prompts / (learner.minibatches × learner.micro_batches)": per_update,
-    }
-    for name, size in sizes.items():
+    own = "mesh.rollout_devices / mesh.rollout_tensor" if rollout_mesh != mesh else "mesh.data × mesh.fsdp"
+    sizes = (
+        ("rollout.lanes", config.rollout.lanes, rollout_mesh, own),
+        (
+            "rollout.prompts / (learner.minibatches × learner.micro_batches)",
+            per_update, mesh, "mesh.data × mesh.fsdp",
+        ),
+    )  # fmt: skip
+    for name, size, over, keys in sizes:
+        shards = sharding.size(over, "prompts")
         if size % shards:
             raise ValueError(
                 f"{name} = {size} does not divide over the {shards} devices that split prompts "
-                f"(mesh.data × mesh.fsdp); make it a multiple of {shards}, or change the mesh"
+                f"({keys}); make it a multiple of {shards}, or change the mesh"
             )

@@ -50,18 +50,22 @@ def encode(
     """Tokenises prompts; one longer than max_tokens is dropped and counted, never cut into another task.
 
     An example's "prompt" is text. chat: it is rendered as a conversation by the tokenizer's template.
-    Raises ValueError if nothing is left.
+    Raises ValueError, with their lengths, if nothing is left.
     """
-    kept, tokens = [], []
+    kept, tokens, lengths = [], [], []
     for example in examples:
         prompt = example["prompt"]
         ids = tokenizer.chat(conversation(prompt, system)) if chat else tokenizer.encode(prompt)
+        lengths.append(len(ids))
         if 0 < len(ids) <= max_tokens:
             kept.append(example)
             tokens.append(ids)
     if not kept:
+        lengths.sort()
+        shortest, middle, longest = lengths[0], lengths[len(lengths) // 2], lengths[-1]
         raise ValueError(
-            f"none of the {len(examples)} {what} prompts has 1 to {max_tokens} tokens; raise rollout.max_prompt_tokens"
+            f"none of the {len(examples)} {what} prompts has 1 to {max_tokens} tokens (the shortest has {shortest}, the"
+            f" median {middle}, the longest {longest}); raise rollout.max_prompt_tokens to {longest}"
         )
     return PromptSet(tuple(kept), tuple(tokens), len(examples) - len(kept))
 

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import NoReturn
+from typing import NoReturn, SupportsFloat
 
 import cloudpickle
 
@@ -152,10 +152,12 @@ class _Server:
         except (EOFError, OSError):
             self._replace(worker, overran=None)
             return
+        chunk = worker.chunk
+        assert chunk is not None  # it speaks of nothing else
         if error is None:
-            self._finish(worker)
+            self._finish(worker, chunk)
         else:
-            worker.chunk.error = error
+            chunk.error = error
 
     def _replace(self, worker: _Worker, overran: int | None) -> None:
         """A new process for a worker that has died, or that spends too long at the item ``overran``."""
@@ -171,10 +173,10 @@ class _Server:
         if chunk is not None and chunk.start < chunk.size:
             worker.take(chunk)
         elif chunk is not None:
-            self._finish(worker)
+            self._finish(worker, chunk)
 
-    def _finish(self, worker: _Worker) -> None:
-        chunk, worker.chunk = worker.chunk, None
+    def _finish(self, worker: _Worker, chunk: _Chunk) -> None:
+        worker.chunk = None
         self.link.send((chunk.job, chunk.offset, *worker.board.results(chunk.size), chunk.error))
 
 
@@ -298,7 +300,7 @@ def _grade_chunk(conn: Connection, board: _Board, server: _Server, start: int, p
 def _outcome(grade: object) -> tuple[float, int]:
     if grade is None:
         return math.nan, UNSCORABLE
-    if not hasattr(type(grade), "__float__"):
+    if not isinstance(grade, SupportsFloat):
         raise TypeError(f"the grader returned {grade!r}: neither a number nor None")
     reward = float(grade)
     return (reward, SCORED) if abs(reward) <= MAX_REWARD else (math.nan, UNSCORABLE)

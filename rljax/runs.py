@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 import pathlib
 
@@ -16,47 +15,6 @@ from rljax.options import Config
 from rljax.types import RunState
 
 CONFIG_FILE = "config.json"
-
-
-def claim(config: Config, workdir: pathlib.Path) -> None:
-    """Writes config.json into a new run folder; in one that holds a run, checks that it is this config's.
-
-    A folder with neither metrics nor checkpoints (its run was refused: a checkpoint that is missing, a mesh
-    that does not divide) is new. Raises ConfigError that names the keys that differ, an unreadable file, or what
-    is asked for and not installed.
-    """
-    check_wandb(config)
-    file = workdir / CONFIG_FILE
-    begun = (workdir / metrics.METRICS_FILE).exists() or any(workdir.glob("checkpoints/*"))
-    if begun and not file.exists():
-        raise ConfigError(f"--workdir={workdir} holds a run without its {CONFIG_FILE}; name another folder")
-    if file.exists():
-        saved = config_lib.read_saved(file)
-        found = config_lib.differences(config, saved) if begun else {}
-        if found:
-            listed = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, (old, new) in found.items())
-            other_release = all(config_lib.ABSENT in pair for pair in found.values())
-            back = "go on with the release of rljax that began it" if other_release else "change these back"
-            raise ConfigError(
-                f"--workdir={workdir} holds a run of another config: {listed}. Name another folder, or {back}"
-            )
-    try:
-        metrics.write_json(file, config_lib.to_dict(config))
-    except OSError as error:
-        raise ConfigError(f"--workdir={workdir} cannot be written to ({error}); name another folder") from error
-
-
-def check_wandb(config: Config) -> None:
-    """Raises ConfigError where Weights & Biases is asked for and not installed."""
-    if not config.metrics.wandb:
-        return
-    try:
-        importlib.import_module("wandb")
-    except ImportError as error:
-        raise ConfigError(
-            f"metrics.wandb = {config.metrics.wandb!r} needs Weights & Biases, which is not installed; run"
-            " pip install 'rljax[wandb]' (or pip install wandb), or set metrics.wandb to ''"
-        ) from error
 
 
 def for_wandb(config: Config) -> dict | None:
@@ -104,41 +62,59 @@ def resumed(config: Config, state, over: bool) -> tuple[str, str]:
 UNWRITTEN = "unwritten"  # key of a state's totals
 
 
-def with_unwritten(state: RunState, line: dict, record: dict | None) -> RunState:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Made:
+    """A step that is made and not written yet, or the start of a run, which has no records: metrics and records."""
+
+    line: dict
+    record: dict | None
+
+
+def with_unwritten(state: RunState, made: Made) -> RunState:
     """The state with the metrics and records of its step, which is to be evaluated yet; a checkpoint keeps them."""
-    plain = {name: metrics.plain(name, value) for name, value in line.items()}
-    return dataclasses.replace(state, totals=state.totals | {UNWRITTEN: {"line": plain, "record": record}})
+    plain = {name: metrics.plain(name, value) for name, value in made.line.items()}
+    return dataclasses.replace(state, totals=state.totals | {UNWRITTEN: {"line": plain, "record": made.record}})
 
 
-def unwritten(state: RunState) -> tuple[RunState, dict | None, dict | None]:
+def unwritten(state: RunState) -> tuple[RunState, Made | None]:
     """The state without what `with_unwritten` added, and that; None where the step's line is written."""
     totals = dict(state.totals)
-    kept = totals.pop(UNWRITTEN, {"line": None, "record": None})
-    return dataclasses.replace(state, totals=totals), kept["line"], kept["record"]
+    kept = totals.pop(UNWRITTEN, None)
+    return dataclasses.replace(state, totals=totals), None if kept is None else Made(**kept)
 
 
-def describe(config: Config, model, actor_model, learner, mesh, prompts, held_out, dropped) -> list[tuple[str, str]]:
+def describe(
+    config: Config, model, actor_model, learner, mesh, rollout_mesh, prompts, held_out, dropped
+) -> list[tuple[str, str]]:
     """Rows of the start-up table. prompts, held_out: prompts.PromptSet. dropped: tasks.base.Task's."""
     trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (learner.params, learner.frozen))
     of_them = f", {trained:,} of them trained" if frozen else ""
     r, b = config.rollout, config.budget
-    axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
     keep = "all" if config.pods.rule == "all" else f"{config.pods.keep} by {config.pods.rule}"
     kind = model.config.model_type
     without = left_out(config, dropped, {"training": prompts.dropped, "held-out": held_out.dropped})
     actor = config.actor.path if config.actor.path else config.actor.dtype
     by = [("actor", f"{actor} makes the rollouts; reward and effective are its own")] if actor else []
-    devices = f"{mesh.devices.size} {mesh.devices.flat[0].platform} device{'s' if mesh.devices.size > 1 else ''}"
+    apart = [("rollouts", f"{axes(rollout_mesh)}, of their own")] if rollout_mesh != mesh else []
+    lag = [("staleness", "rollouts by weights one step older, made during the update")] if r.staleness else []
     return [
         ("model", f"{config.model.path} ({kind}, {trained + frozen:,} parameters{of_them}, {config.model.dtype})"),
         *by,
         ("task", f"{config.task.name}: {len(prompts):,} training prompts, {len(held_out):,} held out{without}"),
         ("step", f"{r.prompts} prompts × {r.samples} rollouts of ≤ {r.max_new_tokens} tokens, kept: {keep}"),
-        ("shapes", shapes(config, mesh)),
+        ("shapes", shapes(config, rollout_mesh)),
         ("budget", f"{b.rollouts:,} rollouts, {b.rule}; about {total_steps(config):,} steps"),
-        ("mesh", f"{axes} ({devices})"),
+        ("mesh", axes(mesh)),
+        *apart,
+        *lag,
         ("memory", memory(plan.state_bytes(config, model.config, mesh, actor_model and actor_model.config), mesh)),
     ]
+
+
+def axes(mesh) -> str:
+    """A mesh in words: its axes' sizes and its devices."""
+    devices = f"{mesh.devices.size} {mesh.devices.flat[0].platform} device{'s' if mesh.devices.size > 1 else ''}"
+    return f"{' × '.join(f'{name} {size}' for name, size in mesh.shape.items())} ({devices})"
 
 
 def left_out(config: Config, dropped, too_long: dict[str, int]) -> str:

@@ -225,12 +225,34 @@ def _decode_segment(params, pool: Pool, refill: Refill, key, *, model: Model, sh
     return dataclasses.replace(pool, prefix=prefix)
 
 
+def abstract_pool(model: Model, params, shape: Shape) -> Pool:
+    """Shapes and dtypes of a pool."""
+    return jax.eval_shape(functools.partial(_new_pool, model, model.cache_dtype(params), shape))
+
+
+def trace_decode(model: Model, params, shape: Shape) -> jax.stages.Traced:
+    """The program of a segment of decoding, on abstract arrays. params: abstract, as `model.cast` gives them."""
+    grid = (shape.lanes, shape.slots)
+    kinds = {"start": bool, "sample": jnp.int32, "limit": jnp.int32, "temperature": jnp.float32}
+    refill = jax.eval_shape(lambda: Refill(**{name: jnp.zeros(grid, kind) for name, kind in kinds.items()}))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return _decode_segment.trace(params, abstract_pool(model, params, shape), refill, key, model=model, shape=shape)
+
+
+def trace_prefill(model: Model, params, shape: Shape, prompts: int) -> jax.stages.Traced:
+    """The program that binds so many prompts to lanes, likewise."""
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    arguments = ints((prompts,)), ints((prompts, shape.prompt_tokens)), ints((prompts,))
+    draws = jax.ShapeDtypeStruct((prompts,), jnp.uint32)
+    return _bind.trace(params, abstract_pool(model, params, shape), *arguments, draws, model=model)
+
+
 def generate(
     model: Model,
     params,
     prompts: Sequence[Sequence[int]],
     *,
-    num_samples: int | Sequence[int],
+    num_samples: int | Sequence[int] | np.ndarray,
     max_new_tokens: int | Sequence[int],
     key: jax.Array,
     temperature: float | Sequence[float] = 1.0,
@@ -239,7 +261,7 @@ def generate(
     min_p: float = 0.0,
     stop_ids: Sequence[int] = (),
     top_logprobs: int = 0,
-    draws: Sequence[int] | None = None,
+    draws: Sequence[int] | np.ndarray | None = None,
     lanes: int | None = None,
     slots: int | None = None,
     segment: int = 32,
@@ -289,7 +311,7 @@ def generate(
     board = Board(counts, limits, tokens=T, lanes=lanes, slots=shape.slots, **rings)
     dtype = model.cache_dtype(params)
     pool = _pool_maker(model, dtype, shape, mesh)()
-    params = model.cast(params)
+    params, key = model.cast(params), sharding.everywhere(mesh, key)
     while True:
         for chunk in _chunks(board.bind(), lanes):
             pool = _bind(params, pool, *_bind_arguments(chunk, prompts, streams, shape, mesh), model=model)

@@ -6,15 +6,17 @@ caches are sharded by prompt.
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "tensor")
+Box = tuple[tuple[int, int], ...]  # a part of an array: (begin, end) along each dimension
 
 # logical axis → mesh axes that split it; () is replicated.
 RULES: dict[str, tuple[str, ...]] = {
@@ -38,6 +40,18 @@ def make_mesh(*, data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -
     Raises ValueError if the axes' product is not the number of devices, or if no axis divides over their slices.
     """
     devices = jax.devices() if devices is None else devices
+    sizes = axis_sizes(len(devices), data=data, fsdp=fsdp, tensor=tensor)
+    return Mesh(_arranged(devices, sizes), MESH_AXES)
+
+
+def abstract_mesh(*, data: int, fsdp: int, tensor: int, devices: int) -> AbstractMesh:
+    """The mesh of so many devices that need not be here: to count with."""
+    sizes = axis_sizes(devices, data=data, fsdp=fsdp, tensor=tensor)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+def axis_sizes(devices: int, *, data: int, fsdp: int, tensor: int) -> dict[str, int]:
+    """Devices along each axis; -1 takes what the others leave. ValueError if their product is not the number."""
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
@@ -46,15 +60,13 @@ def make_mesh(*, data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -
     if bad:
         raise ValueError(f"{', '.join(bad)}: an axis is a positive number of devices, or -1")
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    if fixed != len(devices) and not (free and len(devices) % fixed == 0):
+    if fixed != devices and not (free and devices % fixed == 0):
         asked = " × ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size != -1)
         raise ValueError(
-            f"{asked} = {fixed} does not {'divide' if free else 'equal'} the number of devices, {len(devices)}; "
-            f"choose mesh.data, mesh.fsdp and mesh.tensor with product {len(devices)}"
+            f"{asked} = {fixed} does not {'divide' if free else 'equal'} the number of devices, {devices}; "
+            f"choose mesh.data, mesh.fsdp and mesh.tensor with product {devices}"
         )
-    if free:
-        sizes[free[0]] = len(devices) // fixed
-    return Mesh(_arranged(devices, sizes), MESH_AXES)
+    return sizes | {name: devices // fixed for name in free}
 
 
 def _arranged(devices, sizes: dict[str, int]) -> np.ndarray:
@@ -75,6 +87,16 @@ def _arranged(devices, sizes: dict[str, int]) -> np.ndarray:
     if slices == 1:
         return mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
     return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+
+
+def apart(count: int) -> tuple[list, list]:
+    """(devices of the learner, the last `count` ones for rollouts alone). ValueError where the learner gets none."""
+    devices = jax.devices()
+    if count >= len(devices):
+        raise ValueError(
+            f"mesh.rollout_devices = {count} leaves none of the {len(devices)} devices to the learner; lower it"
+        )
+    return devices[: len(devices) - count], devices[len(devices) - count :]
 
 
 def single_device_mesh() -> Mesh:
@@ -101,7 +123,9 @@ def partition_spec(axes: tuple[str | None, ...], what: str = "array") -> Partiti
     return PartitionSpec(*parts)
 
 
-def named(mesh: Mesh, *axes: str | None, shape: tuple[int, ...] | None = None, what: str = "array") -> NamedSharding:
+def named(
+    mesh: Mesh | AbstractMesh, *axes: str | None, shape: tuple[int, ...] | None = None, what: str = "array"
+) -> NamedSharding:
     """Sharding of an array by logical axes. With `shape`, a dimension that does not divide is a ValueError."""
     spec = partition_spec(axes, what)
     if shape is not None:
@@ -116,26 +140,43 @@ def named(mesh: Mesh, *axes: str | None, shape: tuple[int, ...] | None = None, w
     return NamedSharding(mesh, spec)
 
 
-def params_shardings(mesh: Mesh, axes, abstract):
-    """NamedSharding for each parameter. axes: tree of logical names; abstract: tree of shapes."""
+def params_shardings(mesh: Mesh | AbstractMesh, axes, abstract):
+    """NamedSharding for each parameter. axes: tree of logical names; abstract: tree of shapes.
+
+    Raises ValueError with the parameter's name where it has no axes, or another number of them than dimensions, and
+    what `named` raises.
+    """
 
     def one(path, names, leaf):
         what = jax.tree_util.keystr(path, simple=True, separator=".")
+        if names is None or len(names) != len(leaf.shape):
+            raise ValueError(
+                f"{what}: its shape is {leaf.shape} and its logical axes are {names}; name one for each dimension where"
+                " the parameter is made, as nnx.Param(…, axes=(…))"
+            )
         return named(mesh, *names, shape=leaf.shape, what=what)
 
-    return jax.tree_util.tree_map_with_path(one, axes, abstract, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree_util.tree_map_with_path(one, axes, abstract, is_leaf=lambda x: x is None or isinstance(x, tuple))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
 def by_prompt(mesh: Mesh, tree):
-    """Shardings of a tree whose leaves all lead with the prompt axis."""
-    return jax.tree.map(lambda leaf: named(mesh, "prompts", *[None] * (np.ndim(leaf) - 1)), tree)
+    """Shardings of a tree whose leaves all lead with the prompt axis.
+
+    What has no elements (top-k tables of k = 0) is whole: so compiled programs return it, and with another sharding
+    when it comes back they would be compiled again.
+    """
+
+    def one(leaf):
+        return named(mesh, "prompts", *[None] * (np.ndim(leaf) - 1)) if 0 not in np.shape(leaf) else replicated(mesh)
+
+    return jax.tree.map(one, tree)
 
 
-def size(mesh: Mesh, axis: str) -> int:
+def size(mesh: Mesh | AbstractMesh, axis: str) -> int:
     """Into how many parts a logical axis is split."""
     return math.prod(mesh.shape[n] for n in RULES[axis])
 
@@ -168,6 +209,63 @@ def put_by_prompt(mesh: Mesh, tree):
     return put(mesh, tree, by_prompt(mesh, tree))
 
 
+def everywhere(mesh: Mesh, key: jax.Array) -> jax.Array:
+    """An array of the default device, such as a random key, whole on every device of the mesh.
+
+    On several hosts it stays as it is: each has its own, and jax takes it for one value of all.
+    """
+    return key if mesh.is_multi_process else jax.device_put(key, replicated(mesh))
+
+
+def moved(tree, where):
+    """A copy of the arrays with other shardings, on the same devices or on others: from device to device.
+
+    where: NamedShardings in the arrays' tree. Of one process. jax.device_put alone would take arrays that are to be
+    split otherwise through the host.
+    """
+    return jax.tree.map(_moved, tree, where)
+
+
+def _moved(x: jax.Array, where: NamedSharding) -> jax.Array:
+    held = collections.defaultdict(list)  # box → the devices' copies of it
+    for shard in x.addressable_shards:
+        held[_box(shard.index, x.shape)].append(shard.data)
+    wanted = {device: _box(index, x.shape) for device, index in where.devices_indices_map(x.shape).items()}
+    if set(wanted.values()) <= held.keys():
+        return jax.device_put(x, where, may_alias=False)
+    # Devices that want the same piece ask different holders of it.
+    parts = [
+        _piece({own: copies[number % len(copies)] for own, copies in held.items()}, box, device)
+        for number, (device, box) in enumerate(wanted.items())
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, where, parts)
+
+
+_slice = jax.jit(jax.lax.slice, static_argnums=(1, 2))  # without it the bounds would be sent to the device
+
+
+def _box(index, shape) -> Box:
+    """(begin, end) along each dimension, of a tuple of slices."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _piece(held: dict[Box, jax.Array], wanted: Box, device) -> jax.Array:
+    """The box `wanted` of an array on `device`: cut from those that others hold, and joined along axis after axis."""
+    pieces = {}
+    for own, data in held.items():
+        cut = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, wanted, strict=True))
+        if all(begin < end for begin, end in cut):
+            begins = tuple(a - begin for (a, _), (begin, _) in zip(cut, own, strict=True))
+            ends = tuple(b - begin for (_, b), (begin, _) in zip(cut, own, strict=True))
+            pieces[cut] = jax.device_put(_slice(data, begins, ends), device, may_alias=False)
+    for axis, whole in enumerate(wanted):
+        rows = collections.defaultdict(list)
+        for cut in sorted(pieces):
+            rows[(*cut[:axis], whole, *cut[axis + 1 :])].append(pieces[cut])
+        pieces = {cut: row[0] if len(row) == 1 else jax.lax.concatenate(row, axis) for cut, row in rows.items()}
+    return pieces[wanted]
+
+
 def fetch(tree):
     """Device arrays → host arrays, whole in every process. On several hosts all processes call it."""
     spread = [leaf for leaf in _spread(tree) if not leaf.is_fully_replicated]
@@ -189,7 +287,7 @@ def _whole(mesh: Mesh):
     return jax.jit(lambda tree: tree, out_shardings=replicated(mesh))
 
 
-def like_params(tree, params_shardings_tree, mesh: Mesh):
+def like_params(tree, params_shardings_tree, mesh: Mesh | AbstractMesh):
     """Shardings of an optimizer state: what is shaped like a parameter takes its; the rest is whole.
 
     tree: of abstract arrays. params_shardings_tree: NamedShardings in the parameters' tree. A subtree with the

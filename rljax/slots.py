@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
+import jax
 import numpy as np
 
 from rljax import sharding
@@ -16,6 +20,37 @@ class Refill:
     sample: Array
     limit: Array
     temperature: Array
+
+
+WHOLE = 2**20  # bytes of rings up to which all rows are fetched: starting a transfer costs more than these bytes
+PIECES = 16  # into how many of its rows a larger pool is fetched
+
+
+def fetch_rows(rings: Sequence[jax.Array], lanes: np.ndarray, slots: np.ndarray) -> list[np.ndarray]:
+    """Rows of a pool's rings [lanes, slots, C, …] as host arrays [n, C, …]; lanes, slots: int[n], where they stand.
+
+    Of rings above WHOLE bytes only these rows leave the devices, unless they are most of all, in pieces of one
+    declared size, so that one program serves any n. On several hosts all processes call this.
+    """
+    most, n = rings[0].shape[0] * rings[0].shape[1], len(lanes)
+    if sum(ring.nbytes for ring in rings) <= WHOLE or 2 * n > most:
+        return [ring[lanes, slots] for ring in sharding.fetch(rings)]
+    size, mesh = -(-most // PIECES), sharding.mesh_of(rings)
+    where = np.zeros((2, -(-n // size) * size), np.int32)
+    where[:, :n] = lanes, slots
+    pieces = sharding.put(mesh, np.split(where, where.shape[1] // size, axis=1), sharding.replicated(mesh))
+    parts = sharding.fetch([_taker(mesh)(rings, piece) for piece in pieces])
+    return [np.concatenate(part)[:n] for part in zip(*parts, strict=True)]
+
+
+@functools.lru_cache
+def _taker(mesh):
+    """(rings, int32[2, N] lanes and slots) → the rings' rows [N, C, …] there, whole on every device."""
+
+    def take(rings, where):
+        return [ring.at[where[0], where[1]].get(mode="promise_in_bounds") for ring in rings]
+
+    return jax.jit(take, out_shardings=sharding.replicated(mesh))
 
 
 class Board:
@@ -100,22 +135,20 @@ class Board:
 
     def harvest(self, pool) -> np.ndarray:
         """Copies rows that have ended out of the pool (sampling.Pool); returns their row numbers."""
-        active, self.clock = sharding.fetch((pool.active, pool.clock))
-        self.clock = int(self.clock)
+        active, clock, index, truncated = sharding.fetch((pool.active, pool.clock, pool.index, pool.truncated))
+        self.clock = int(clock)
         lanes, slots = np.nonzero((self.row >= 0) & ~active)
         if len(lanes) == 0:
             return np.zeros(0, np.int64)
         rows, r = self.row[lanes, slots], self.rollouts
-        index, truncated, *rings = sharding.fetch(
-            (pool.index, pool.truncated, pool.tokens, pool.logprobs, pool.top_ids, pool.top_logprobs)
-        )
         r.lengths[rows] = index[lanes, slots]
         r.truncated[rows] = truncated[lanes, slots]
         steps = np.arange(r.tokens.shape[1])
         columns = (self.start[lanes, slots][:, None] + steps) % self.columns  # past a row's length they mean nothing
         inside = steps < r.lengths[rows][:, None]
+        rings = fetch_rows((pool.tokens, pool.logprobs, pool.top_ids, pool.top_logprobs), lanes, slots)
         for ring, out in zip(rings, (r.tokens, r.logprobs, r.top_ids, r.top_logprobs), strict=True):
-            values = ring[lanes[:, None], slots[:, None], columns]
+            values = ring[np.arange(len(rows))[:, None], columns]
             out[rows] = np.where(inside.reshape(*inside.shape, *[1] * (values.ndim - 2)), values, 0)
         self.row[lanes, slots] = -1
         return rows

@@ -1,4 +1,4 @@
-"""One step of the loop: granted prompts → rollouts → rewards → kept rows → update → budget."""
+"""One step: granted prompts → rollouts → rewards → budget (`collect`), and kept rows → update (`train_step`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import jax
 import numpy as np
 
 from rljax import batching, budget, hosts, learner, records, rewards, rollout, sharding
-from rljax.algos import advantages, cero, down_sampling
-from rljax.models import quantized
+from rljax.algos import advantages, down_sampling
 from rljax.options import Config
 from rljax.parts import ACCEPTANCE, CONTROL, SAMPLES, SELECTION, Parts
 from rljax.types import Prompts, Rollouts, RunState
@@ -33,10 +32,9 @@ class Experience:
     lines: dict
 
 
-def train_step(parts: Parts, state: RunState, grants: budget.Grants, stages) -> tuple[RunState, dict, records.Trace]:
-    """One step of the loop, from granted prompts to the updated state, the step's metrics, and all its rollouts."""
+def train_step(parts: Parts, state: RunState, seen: Experience, stages) -> tuple[RunState, dict, records.Trace]:
+    """Learns from a step's experience: the state after it, the step's metrics, and all its rollouts."""
     config = parts.config
-    seen = collect(parts, state, grants, stages)
     learned_prompts, rollouts, rewards_R = informative(seen, config)
     with stages("update"):
         keep = select(parts, state.step, rollouts, len(learned_prompts), rewards_R)
@@ -52,17 +50,20 @@ def train_step(parts: Parts, state: RunState, grants: budget.Grants, stages) -> 
             mesh=parts.mesh,
             halve=may_halve(config, parts.mesh),
         )
-        new_learner, sums = parts.step(state.learner, batch, parts.reference, parts.key(ACCEPTANCE))
+        key = sharding.everywhere(parts.mesh, parts.key(ACCEPTANCE))
+        new_learner, sums = parts.step(state.learner, batch, parts.reference, key)
         acceptance = sums.pop("acceptance", None)  # stays on the device until it is looked at
-        line = learner.metrics(jax.device_get(sums))
-    made = max(int(new_learner.updates) - 1, 0)  # updates before the step's last
-    line["train/learning_rate"] = float(np.asarray(parts.learning_rate(made)))
+        sums, updates = jax.device_get((sums, new_learner.updates))
+        line = learner.metrics(sums)
+    made = np.int32(max(updates - 1, 0))  # updates before the step's last
+    line["train/learning_rate"] = float(jax.device_get(parts.learning_rate(jax.device_put(made))))
     line["train/prompts"] = int(np.count_nonzero(keep.advantages.any(axis=1)))
-    line |= parts.allocator.metrics(seen.budget) | keep.metrics | seen.lines | rollout_metrics(seen, config)
-    totals = state.totals | {"rollouts": state.totals["rollouts"] + len(seen.rollouts)}
-    line["rollouts/total"] = totals["rollouts"]
+    line |= parts.allocator.metrics(seen.budget) | keep.metrics | seen.lines | rollout_metrics(seen)
+    after = counted(state, seen)
+    line["rollouts/total"] = after.totals["rollouts"]
+    line["rollouts/staleness"] = min(config.rollout.staleness, state.step)  # in steps; the first weights make two
     line["rollouts/discarded"] = len(seen.rollouts) - len(rollouts)
-    line["cero/spent"] = totals["rollouts"] / config.budget.rollouts
+    line["cero/spent"] = after.totals["rollouts"] / config.budget.rollouts
     set_size = len(parts.stream.prompts)
     line["rollouts/epoch"] = seen.draws / set_size
     trace = records.Trace(
@@ -73,8 +74,13 @@ def train_step(parts: Parts, state: RunState, grants: budget.Grants, stages) -> 
         acceptance=acceptance,
         set_size=set_size,
     )
-    step = state.step + 1
-    return RunState(learner=new_learner, budget=seen.budget, draws=seen.draws, step=step, totals=totals), line, trace
+    return dataclasses.replace(after, learner=new_learner), line, trace
+
+
+def counted(state: RunState, seen: Experience) -> RunState:
+    """The state with a step's rollouts made and counted, and nothing learned from them."""
+    totals = state.totals | {"rollouts": state.totals["rollouts"] + len(seen.rollouts)}
+    return dataclasses.replace(state, budget=seen.budget, draws=seen.draws, step=state.step + 1, totals=totals)
 
 
 def may_halve(config: Config, mesh) -> bool:
@@ -91,12 +97,14 @@ def may_halve(config: Config, mesh) -> bool:
 def collect(parts: Parts, state: RunState, grants: budget.Grants, stages) -> Experience:
     """Rollouts and rewards of the granted prompts; the allocator learns from all of them.
 
+    They are made by state.behaviour where the state has it, else by the learner's weights.
     With rollout.max_rounds above 1 (DAPO's dynamic sampling, arXiv 2503.14476), further prompts are drawn until
     rollout.prompts groups have unlike rewards, the rounds are over or the budget is.
     """
     config, rounds = parts.config, []
     with stages("rollout"):
-        behaviour = quantized.behaviour_of(parts.model, state.learner, parts.actor_model, config.actor.dtype)
+        weights = parts.handover.weights(state.learner) if state.behaviour is None else state.behaviour
+        behaviour = parts.handover.behaviour(weights)
     control = np.random.default_rng((config.seed, CONTROL, state.step))
     while True:
         rollouts, scores = roll(parts, behaviour, grants.prompts, grants.counts, stages)
@@ -124,7 +132,9 @@ def collect(parts: Parts, state: RunState, grants: budget.Grants, stages) -> Exp
     )  # fmt: skip
 
 
-def roll(parts: Parts, behaviour, asked: Prompts, counts: np.ndarray, stages) -> tuple[Rollouts, rewards.Scores]:
+def roll(
+    parts: Parts, behaviour: tuple[Any, Any], asked: Prompts, counts: np.ndarray, stages
+) -> tuple[Rollouts, rewards.Scores]:
     """counts[P] rollouts of the prompts by behaviour (model, params), and their scores."""
     options = parts.config.rollout
     jackpot = parts.config.jackpot
@@ -165,12 +175,15 @@ def informative(seen: Experience, config: Config) -> tuple[Prompts, Rollouts, np
         lengths, limit = seen.rollouts.lengths, config.rollout.max_new_tokens
         room = config.rollout.max_rounds * P * config.rollout.samples - len(lengths)
         padded = np.pad(lengths, (0, max(0, room)))  # one shape, so that it compiles once
-        penalty = advantages.overlong_penalty(padded, max_length=limit, buffer=buffer)
-        rewards_R = rewards_R + np.asarray(penalty)[: len(lengths)]
+        penalty = _overlong_penalty(jax.device_put(padded), max_length=limit, buffer=buffer)
+        rewards_R = rewards_R + jax.device_get(penalty)[: len(lengths)]
     if seen.rounds == 1:
         return seen.prompts, seen.rollouts, rewards_R
     groups = np.flatnonzero(signal(seen.rollouts, seen.rewards, len(seen.prompts)))
     return batching.take(seen.prompts, seen.rollouts, rewards_R, groups[:P] if len(groups) else np.arange(P))
+
+
+_overlong_penalty = jax.jit(advantages.overlong_penalty, static_argnames=("max_length", "buffer"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,9 +201,11 @@ def select(parts: Parts, step: int, rollouts: Rollouts, num_prompts: int, reward
     config = parts.config
     n, P = config.rollout.samples, config.rollout.prompts
     rewards_Pn = batching.dense(rollouts, rewards_R, P, n, np.nan)
+    rewards, number = jax.device_put((rewards_Pn, np.uint32(step)))
     out = _select(
-        rewards_Pn,
-        jax.random.fold_in(parts.key(SELECTION), step),
+        rewards,
+        number,
+        parts.key(SELECTION),
         keep=config.pods.keep,
         rule=config.pods.rule,
         normalize_over=config.pods.normalize_over,
@@ -213,8 +228,8 @@ def select(parts: Parts, step: int, rollouts: Rollouts, num_prompts: int, reward
 
 
 @functools.partial(jax.jit, static_argnames=("keep", "rule", "normalize_over", "baseline", "scale", "eps"))
-def _select(rewards_Pn, key, *, keep, rule, normalize_over, baseline, scale, eps):
-    indices, kept = down_sampling.down_sample(rewards_Pn, keep, rule=rule, key=key)
+def _select(rewards_Pn, step, key, *, keep, rule, normalize_over, baseline, scale, eps):
+    indices, kept = down_sampling.down_sample(rewards_Pn, keep, rule=rule, key=jax.random.fold_in(key, step))
     advantages_PK = down_sampling.kept_advantages(
         rewards_Pn, indices, kept, normalize_over=normalize_over, baseline=baseline, scale=scale, eps=eps
     )
@@ -232,18 +247,18 @@ def grading_metrics(scores: list[rewards.Scores]) -> dict:
     }
 
 
-def rollout_metrics(seen: Experience, config: Config) -> dict:
+def rollout_metrics(seen: Experience) -> dict:
     """Metrics of all rollouts of a step, kept or not.
 
+    cero/effective_prompt_ratio: cero.effective_prompt_ratio, of what is on the host.
     rollouts/entropy: nats a token of the model that makes them, by the mean of -log q over its own samples.
     """
     rollouts, valid = seen.rollouts, np.isfinite(seen.rewards)
-    capacity = config.rollout.max_rounds * config.rollout.prompts
-    rewards_Pn = batching.dense(rollouts, seen.rewards, capacity, config.rollout.samples, np.nan)
+    scored, mixed = np.unique(rollouts.group[valid]), signal(rollouts, seen.rewards, len(seen.prompts))
     there = np.arange(rollouts.tokens.shape[1]) < rollouts.lengths[:, None]
     return {
         "train/reward_mean": float(seen.rewards[valid].mean()) if valid.any() else None,
-        "cero/effective_prompt_ratio": float(_effective(rewards_Pn)),
+        "cero/effective_prompt_ratio": float(mixed.sum() / max(len(scored), 1)),
         "rollouts/step": len(rollouts),
         "rollouts/rounds": seen.rounds,
         "rollouts/tokens": int(rollouts.lengths.sum()),
@@ -251,9 +266,3 @@ def rollout_metrics(seen: Experience, config: Config) -> dict:
         "rollouts/truncated": float(rollouts.truncated.mean()),
         "rollouts/entropy": -float(rollouts.logprobs[there].mean()),
     }
-
-
-@jax.jit
-def _effective(rewards_Pn):
-    P, n = rewards_Pn.shape
-    return cero.effective_prompt_ratio(rewards_Pn.reshape(-1), np.repeat(np.arange(P), n), P)

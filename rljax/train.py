@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
 
-from rljax import budget, evaluate, hosts, metrics, preemption, records, rewards, runs, tasks
+from rljax import budget, claims, evaluate, hosts, metrics, preemption, records, rewards, runs, tasks
 from rljax import parts as parts_lib
+from rljax.ahead import Ahead
 from rljax.alarms import Alarms
 from rljax.checkpoint import Checkpointer
 from rljax.console import Console
 from rljax.models import hf, lora, peft
 from rljax.options import Config
 from rljax.parts import EVALUATION, RECORDS, Parts
-from rljax.step import train_step
+from rljax.plan import report as plan_report
+from rljax.step import counted, train_step
 from rljax.types import RunState
 
 
@@ -26,60 +29,70 @@ def run(config: Config, workdir: pathlib.Path) -> dict:
     preemption.Preempted, which says where the run goes on, after a SIGTERM and the save of what is whole.
     """
     workdir = pathlib.Path(workdir)
-    runs.claim(config, workdir)
-    hosts.check_shared(workdir / runs.CONFIG_FILE)
+    claims.check(config, workdir)
     task = tasks.load(config.task)
     with (
         preemption.watching(hosts.anywhere),
         rewards.RewardPool(task.grade, **dataclasses.asdict(config.rewards)) as pool,
-        Checkpointer(workdir / "checkpoints", config.checkpoint.keep) as checkpoints,
         Console() as console,
+        contextlib.ExitStack() as folder,
     ):
         console.say(f"loading {config.model.path}", style="dim")
         parts, state = parts_lib.build(config, task, pool)
+        folder.enter_context(claims.held(config, workdir, console.warn))  # nothing is refused from here on
+        checkpoints = folder.enter_context(Checkpointer(workdir / "checkpoints", config.checkpoint.keep))
         latest = checkpoints.latest_step()
-        line, record = {}, None  # of a step that is made and not written yet; here of the start
+        made = runs.Made(line={}, record=None)  # a step that is not written yet; here the start
         if latest is not None:
-            state, line, record = runs.unwritten(checkpoints.restore(state))
+            state, made = runs.unwritten(checkpoints.restore(state))
         stages = metrics.Stages(state.totals["stage_s"], begun=console.stage)
         grants = draw(parts, state, stages)
         sets = parts.stream.prompts, parts.held_out
-        models = parts.model, parts.actor_model
-        table = runs.describe(config, *models, state.learner, parts.mesh, *sets, task.dropped)
+        models, meshes = (parts.model, parts.actor_model), (parts.mesh, parts.rollout_mesh)
+        table = runs.describe(config, *models, state.learner, *meshes, *sets, task.dropped)
         if latest is not None:
-            table.append(runs.resumed(config, state, over=grants is None and line is None))
+            table.append(runs.resumed(config, state, over=grants is None and made is None))
         console.start(f"rljax {config.name}", table, progress(config, state))
-        written = None if latest is None else state.step if line is None else state.step - 1
-        with metrics.MetricsWriter(workdir, written, wandb=runs.for_wandb(config)) as writer:
+        console.warn(*plan_report.warnings(config, models, meshes))
+        if latest is None:
+            console.warn(*parts.allocator.foreseen())
+        written = None if latest is None else state.step if made is None else state.step - 1
+        with (
+            metrics.MetricsWriter(workdir, written, wandb=runs.for_wandb(config)) as writer,
+            Ahead(parts, stages) as rollouts,
+        ):
             alarms, start = Alarms(config, writer.past), state.step
             try:
-                while grants or line is not None:
-                    if grants and line is None:
+                while grants or made:
+                    if grants and made is None:
                         if state.step == start:
-                            console.say("compiling: the first step takes longer than the others", style="dim")
-                        state, line, trace = train_step(parts, state, grants, stages)
+                            console.say("the first step compiles too, and takes longer than the others", style="dim")
+                        seen = rollouts.take(state, grants)
+                        grants = draw(parts, counted(state, seen), stages)  # of the next step
+                        state, line, trace = train_step(parts, rollouts.begin(state, seen, grants), seen, stages)
                         runs.check_finite(line, state.step)
-                        grants = draw(parts, state, stages)
-                        record = recorded(parts, state.step, trace, last=grants is None)
+                        made = runs.Made(line=line, record=recorded(parts, state.step, trace, last=grants is None))
+                    assert made is not None
                     if grants is None or due(state.step, config.eval.every):
                         if state.step == 0:
                             prompts = f"{len(parts.held_out):,} held-out prompts"
-                            console.say(f"evaluating {prompts} before the first step", style="dim")
+                            console.say(f"compiling, and evaluating {prompts} before the first step", style="dim")
                         state, scores = held_out(parts, state, workdir, stages)
-                        console.evaluation(state.step, scores)
-                        line |= scores
-                    state, line = timed(state, line, stages)
-                    writer.write(state.step, line, record)  # before the save: what can be resumed from has its lines
-                    console.warn(*alarms(line))
-                    if record is not None:
+                        made = dataclasses.replace(made, line=made.line | scores)
+                    state, line = timed(state, made.line, stages)
+                    writer.write(state.step, line, made.record)  # before the save: what is resumed from has its lines
+                    if made.record is not None:
                         if grants is None or due(state.step, config.checkpoint.every):
                             save(checkpoints, state)
                         console.step(state.step, progress(config, state), line)
-                        console.samples(state.step, record["samples"])
-                    line = record = None
+                    console.evaluation(state.step, line)
+                    if made.record is not None:
+                        console.samples(state.step, made.record["samples"])
+                    console.warn(*alarms(line))
+                    made = None
                     preemption.check()
             except preemption.Preempted as told:
-                raise preemption.Preempted(leave(checkpoints, state, line, record, stages)) from told
+                raise preemption.Preempted(leave(checkpoints, state, made, stages)) from told
         checkpoints.wait()
         if (text := runs.unspent(config, state)) is not None:
             console.warn(text)
@@ -105,13 +118,11 @@ def save(checkpoints: Checkpointer, state: RunState) -> None:
         checkpoints.save(state.step, state)
 
 
-def leave(
-    checkpoints: Checkpointer, state: RunState, line: dict | None, record: dict | None, stages: metrics.Stages
-) -> str:
+def leave(checkpoints: Checkpointer, state: RunState, made: runs.Made | None, stages: metrics.Stages) -> str:
     """Saves the last whole state, with what is not written yet of its step; says where the run goes on."""
-    if line is not None:
-        state, line = timed(state, line, stages)
-        state = runs.with_unwritten(state, line, record)
+    if made is not None:
+        state, line = timed(state, made.line, stages)
+        state = runs.with_unwritten(state, dataclasses.replace(made, line=line))
     save(checkpoints, state)
     checkpoints.wait()
     return f"preempted: step {state.step} is saved; the same command goes on from there"
@@ -176,7 +187,7 @@ def held_out(parts: Parts, state: RunState, workdir: pathlib.Path, stages) -> tu
         scored = score(parts.model, lora.whole(state.learner))
         metrics.write_lines(workdir / "eval" / f"{state.step:06}.jsonl", evaluate.records(scored))
         scores = evaluate.summarise(scored)
-        if state.learner.actor is not None:
+        if state.learner.actor is not None and parts.actor_model is not None:
             actor = evaluate.summarise(score(parts.actor_model, state.learner.actor.params))
             scores |= {name.replace("eval/", "eval/actor_"): value for name, value in actor.items()}
     entry = {"step": state.step, "accuracy": scores["eval/accuracy"], "avg_at_k": scores["eval/avg_at_k"]}

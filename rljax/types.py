@@ -123,6 +123,8 @@ class RunState:
     learner: device arrays. budget: the allocator's state (a pytree of arrays; () for uniform allocation).
     draws: prompts taken from the stream so far. step: training steps done.
     totals: running sums that summary.json reports (plain JSON data).
+    behaviour: parameters, on the rollouts' mesh, that make the next step's rollouts, where these are older than the
+        learner's (rollout.staleness); else None.
     """
 
     learner: LearnerState
@@ -130,3 +132,4 @@ class RunState:
     draws: int
     step: int
     totals: dict
+    behaviour: Any = None

@@ -45,6 +45,7 @@ def test_each_trouble_is_told(run_config, change, words):
         ({"rollouts/truncated": 0.5}, {}),
         ({"cero/effective_prompt_ratio": 0.1}, {}),
         ({"train/logprob_gap": 0.5}, {"actor.dtype": "int8"}),  # another model's rollouts have a gap
+        ({"train/logprob_gap": 0.5}, {"rollout.staleness": 1, "loss.correction": "mask"}),  # and older weights' have
         ({"cero/spent": 0.95, "rollouts/epoch": 1.0}, {}),  # uniform allocation has no epochs to fill
         ({"cero/spent": 0.95, "rollouts/epoch": 2.2}, CERO),
         ({"eval/avg_at_k": 0.01}, {}),

@@ -177,3 +177,32 @@ def test_a_budget_that_the_prompts_there_are_cannot_spend_is_refused(run_config)
     assert budget.from_config(config, 8).cero.budget == 96
     with pytest.raises(ValueError, match=r"budget.rollouts = 96 can never be spent: 5 training prompts .* = 60"):
         budget.from_config(config, 5)
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({}, None),
+        # eta / 6 = .0625 of price; 4 + .75 a draw up to 2.5e-3 · 3.25 · 10 < .0625: nothing stops the first epoch.
+        ({"rollouts": 41, "epochs": 4, "step_mu": 2.5e-3}, "the first of budget.epochs = 4 will spend about 98%"),
+        ({"rollouts": 41, "epochs": 4, "min_visits": 1}, "the first of budget.epochs = 4 will spend about 98%"),
+        ({"rollouts": 41, "epochs": 4}, None),
+        ({"rollouts": 36}, "budget.rollouts = 36 are 9 groups of rollout.samples = 4 for 10 training prompts"),
+    ],
+)
+def test_what_the_first_epoch_spends_is_foreseen_and_told_where_it_is_nearly_all(stream, options, told):
+    allocator = make(**options)
+    first = [grants for grants, _, _ in play(allocator, stream, steps=9) if (grants.prompts.draws < M).any()]
+    spent = sum(int(grants.counts[grants.prompts.draws < M].sum()) for grants in first)
+    assert abs(allocator.first_epoch() - spent) <= 1.5 * N  # M is small: the price goes up by steps
+    assert [text.partition(told or "")[1] for text in allocator.foreseen()] == [told] * (told is not None)
+
+
+def test_the_first_epoch_of_the_default_by_hand():
+    """t = 81,920 / (5 · 2,048) = 8; D = 2,048 √5 / (15 (1 - 8/16)) = 610.6; 16 D + 8 (2,048 - D) = 21,268.8."""
+    default = budget.Cero(prompts=32, cero=cero.Cero(81_920, 2_048, 5, 16))
+    assert default.first_epoch() == pytest.approx(21_268.8, abs=0.1) and default.foreseen() == []
+
+
+def test_a_uniform_budget_has_nothing_to_foresee():
+    assert make(40, "uniform").foreseen() == []

@@ -88,8 +88,10 @@ JACKPOT = {
 }  # fmt: skip
 LORA = {"lora.alpha": 2.0, "lora.targets": "q,v"}
 EXACT = {"jackpot.normaliser": "exact"}
+APART = {"mesh.rollout_devices": 2, "mesh.rollout_tensor": 2, "rollout.staleness": 1}  # ahead_test.py
 ALONE = {
-    "model.path": "nowhere", "eval.tasks": "gsm8k:a.jsonl,file:b.json", "task.shuffle_rewards": True,
+    "model.path": "nowhere", "model.attention": "splash", "eval.tasks": "gsm8k:a.jsonl,file:b.json",
+    "task.shuffle_rewards": True,
     "actor.path": "tiny-actor", "actor.dtype": "int8",
     "advantage.overlong_buffer": 2, "rollout.max_rounds": 3,
 }  # fmt: skip
@@ -97,7 +99,7 @@ ALONE = {
 GROUPS = (
     DATA, FILE, CHOICES, REWARD, GENERATED,
     CHAT, SYSTEM, ARITHMETIC, ENGINE, REFUSED, SELECTION, ALLOCATION, PROGRAM, JACKPOT, EXACT, LORA,
-    MESH, HOSTS, POOL, RUN, ALONE,
+    MESH, APART, HOSTS, POOL, RUN, ALONE,
 )  # fmt: skip
 
 
@@ -222,7 +224,7 @@ def test_engine(config_of, few_devices, no_learner, monkeypatch):
     def observe(config):
         parts, state = build(config)
         grants = train.draw(parts, state, metrics.Stages())
-        return call(train.held_out, parts, state, None), call(train.train_step, parts, state, grants)
+        return call(train.held_out, parts, state, None), call(step.collect, parts, state, grants)
 
     monkeypatch.setattr(sampling, "generate", generate)
     assert_each_changes(observe, config_of, ENGINE)
@@ -274,8 +276,9 @@ def test_shuffled_rewards(config_of, few_devices, no_learner, monkeypatch):
     for shuffle in (False, True):
         parts, state = build(config_of({"task.shuffle_rewards": shuffle}))
         grants = train.draw(parts, state, metrics.Stages())
+        experience = step.collect(parts, state, grants, metrics.Stages())
         with pytest.raises(Seen) as seen:
-            train.train_step(parts, state, grants, metrics.Stages())
+            step.train_step(parts, state, experience, metrics.Stages())
         got[shuffle] = seen.value.args[0]
     assert got[False] == list(range(16)) != got[True]
     assert sorted(got[True]) == got[False]
@@ -331,7 +334,7 @@ def test_the_actor_makes_the_rollouts(config_of, few_devices, no_learner, monkey
         parts, state = build(config)
         grants = train.draw(parts, state, metrics.Stages())
         with pytest.raises(Seen) as seen:
-            train.train_step(parts, state, grants, metrics.Stages())
+            step.collect(parts, state, grants, metrics.Stages())
         return seen.value.args[0]
 
     monkeypatch.setattr(sampling, "generate", generate)
@@ -355,6 +358,19 @@ def test_mesh(config_of, few_devices, no_learner):
         return dict(parts.mesh.shape), len(jax.tree.leaves(state.learner.params)[0].sharding.device_set)
 
     assert_each_changes(observe, config_of, MESH)
+
+
+def test_rollouts_apart(config_of, few_devices, no_learner, monkeypatch):
+    """Meshes, and whether the first state has weights of its own for the rollouts."""
+    monkeypatch.setattr("rljax.sharding.apart", lambda count: (jax.devices()[:1], jax.devices()[1 : 1 + count]))
+
+    def observe(config):
+        parts, state = build(config)
+        return dict(parts.rollout_mesh.shape), parts.rollout_mesh == parts.mesh, state.behaviour is None
+
+    alone = {"mesh.rollout_devices": APART["mesh.rollout_devices"]}
+    assert_each_changes(observe, config_of, alone | {"rollout.staleness": APART["rollout.staleness"]})
+    assert_each_changes(observe, config_of, {"mesh.rollout_tensor": APART["mesh.rollout_tensor"]}, alone)
 
 
 def test_hosts(config_of, monkeypatch):
@@ -401,11 +417,17 @@ class Wandb:
 def test_run_folder(config_of, few_devices, no_learner, monkeypatch, tmp_path):
     """The loop's own part, on steps that do nothing: which steps are evaluated and kept, and the name."""
 
-    def train_step(parts, state, grants, stages):
+    def collect(parts, state, grants, stages):
         with stages("rollout"):
-            totals = state.totals | {"rollouts": state.totals["rollouts"] + int(grants.counts.sum())}
+            rows = range(int(grants.counts.sum()))
+            return step.Experience(
+                prompts=grants.prompts, rollouts=rows, rewards=None, budget=grants.state, draws=grants.draws, rounds=1,
+                lines={},
+            )  # fmt: skip
+
+    def train_step(parts, state, seen, stages):
         line = {"rollouts/tokens": 1, "train/loss": 0.0, "train/grad_norm": 1.0}
-        return dataclasses.replace(state, step=state.step + 1, draws=grants.draws, totals=totals), line, None
+        return step.counted(state, seen), line, None
 
     def held_out(parts, state, workdir, stages):
         entry = {"step": state.step, "accuracy": 0.5, "avg_at_k": 0.5}
@@ -419,6 +441,7 @@ def test_run_folder(config_of, few_devices, no_learner, monkeypatch, tmp_path):
 
     real = parts_lib.build
     monkeypatch.setattr(parts_lib, "build", build_on_host)
+    monkeypatch.setattr("rljax.ahead.collect", collect)
     monkeypatch.setattr(train, "train_step", train_step)
     monkeypatch.setattr(train, "held_out", held_out)
     monkeypatch.setattr(train, "export", lambda *_: None)
@@ -453,6 +476,13 @@ def test_tasks_of_an_evaluation(config_of):
     assert [(t.name, t.eval_path, t.eval_prompts, t.path, t.mix, t.chat) for t in found] == [
         ("gsm8k", "a.jsonl", 0, "", "", True), ("file", "b.json", 0, "", "", True)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, platform", [("splash", "tpu"), ("cudnn", "gpu")])
+def test_attention_kernels_need_their_device(config_of, few_devices, no_learner, name, platform):
+    changes = {"model.attention": name, "model.compute_dtype": "bfloat16"}
+    with pytest.raises(ValueError, match=f"{name}.*runs on {platform} alone"):
+        build(config_of(changes))
 
 
 def test_model_path(config_of, few_devices, no_learner):

@@ -23,6 +23,7 @@ CHANGED = {
     "model.dtype": ("bfloat16", {}),
     "model.compute_dtype": ("bfloat16", {}),
     "model.remat": ("layer", {}),
+    "model.attention": ("splash", {}),
     "model.attention_chunk": (64, {}),
     "model.token_chunk": (64, {}),
     "lora.rank": (8, {}),
@@ -63,6 +64,7 @@ CHANGED = {
     "rollout.segment": (5, {}),
     "rollout.columns": (64, {}),
     "rollout.max_rounds": (3, {}),
+    "rollout.staleness": (1, {"loss.correction": "truncate"}),
     "budget.rule": ("cero", {}),
     "budget.rollouts": (4096, {}),
     "budget.epochs": (30, {}),
@@ -127,6 +129,8 @@ CHANGED = {
     "mesh.data": (2, {}),
     "mesh.fsdp": (2, {}),
     "mesh.tensor": (2, {}),
+    "mesh.rollout_devices": (2, {}),
+    "mesh.rollout_tensor": (2, {"mesh.rollout_devices": 2}),
     "hosts.cluster": ("slurm", {}),
     "hosts.coordinator": None,  # these two come together
     "hosts.count": None,
@@ -445,6 +449,10 @@ OBRS = {"jackpot.rule": "obrs", "actor.path": "tiny-actor"}
             ["learner.moment_dtype = 'bfloat16' has no effect with learner.optimizer = 'adafactor'"],
         ),
         ({"mesh.tensor": 0}, ["mesh.tensor = 0 is no size; give at least 1, or -1"]),
+        ({"mesh.rollout_tensor": 2}, ["mesh.rollout_tensor = 2 has no effect without mesh.rollout_devices"]),
+        ({"mesh.rollout_tensor": 2, "mesh.rollout_devices": 3}, ["does not divide mesh.rollout_devices = 3"]),
+        ({"rollout.staleness": 1}, ["rollout.staleness = 1", "set loss.correction to 'truncate' (TIS)", "'obrs'"]),
+        (OBRS | {"rollout.staleness": 1}, ["jackpot.table = 'union'", "set jackpot.table to 'sampler'"]),
         ({"mesh.tensor": -1}, ["mesh.data and mesh.tensor are -1", "size the others"]),
         (
             {"hosts.cluster": "slurm", "hosts.coordinator": "a:1", "hosts.count": 1},
@@ -514,7 +522,8 @@ def test_a_run_folder_of_another_config_is_told_by_key():
 def test_which_keys_may_differ(key):
     value, also = CHANGED[key]
     config = config_lib.resolve(configured(**also))
-    layout = ("remat", "attention_chunk", "token_chunk", "lanes", "slots", "segment", "columns", "micro_batches")
+    model = ("remat", "attention", "attention_chunk", "token_chunk")
+    layout = (*model, "lanes", "slots", "segment", "columns", "micro_batches")
     block, _, leaf = key.rpartition(".")
     free = block in ("mesh", "hosts", "checkpoint", "eval", "rewards", "metrics") or leaf in layout or key == "name"
     length = key in ("budget.rollouts", "budget.epochs")  # the default is uniform, with a constant rate
@@ -533,3 +542,26 @@ def test_ignored_keys_are_an_argument():
     config = config_lib.resolve(default.get_config())
     other = saved(**{"loss.clip_low": 0.1, "name": "x"})
     assert config_lib.differences(config, other, ignore=("loss.*",)) == {"name": ("x", "grpo")}
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ('{"rollout": {"samples": %s}, "budget": {}}' % 10**400, "rollout.samples is a number of more than 64 bits"),
+        ('{"rollout": {}, "budget": ' + '{"a": ' * 100_000, "cannot be read as JSON (maximum recursion depth"),
+        ('{"budget": {}, "rollout": ' + '{"a": ' * 990 + "1" + "}" * 991, "cannot be read as JSON (maximum recursion"),
+        ('{"rollout": {}, "budget": ' + "1" * 5_000 + "}", "cannot be read as JSON (Exceeds the limit"),
+    ],
+)
+def test_a_saved_config_that_nobody_can_have_saved_is_told_by_its_file(text, told, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(config_lib.ConfigError) as caught:
+        config_lib.read_saved(file)
+    assert str(caught.value).startswith(f"{file}") and told in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["seed", "learner.learning_rate"])
+def test_a_number_of_more_than_64_bits_is_told_by_its_key(key):
+    with pytest.raises(config_lib.ConfigError, match=f"^{key} is a number of more than 64 bits; give a smaller one"):
+        config_lib.resolve(config_lib.flat(config_lib.resolve(default.get_config())) | {key: 10**400})

@@ -98,3 +98,4 @@ def test_full_is_all_three():
     config = experiment("full")
     assert config.budget.rule == "cero" and config.jackpot.rule == "obrs" and config.pods.rule == "max_variance"
     assert config.actor.path == "tiny-actor" and config.pods.keep < config.rollout.samples
+    assert {experiment("full", peer).name for peer in jackpot.PEERS} == {f"full-{peer}" for peer in jackpot.PEERS}

@@ -13,7 +13,7 @@ from configs import default
 from rljax import config as config_lib
 from rljax import correction, learner
 from rljax.models import quantized
-from rljax.objectives import Settings
+from rljax.objectives import Prior, Settings, actor_loss
 from rljax.types import TrainBatch
 
 DEFAULT = config_lib.resolve(default.get_config())
@@ -234,6 +234,26 @@ def test_int8_is_within_half_a_step_and_keeps_norms(random_model):
     valid = jnp.ones(tokens.shape, bool)
     hidden = quantized.Quantized(model).extend(small, tokens, valid)
     np.testing.assert_allclose(hidden, model.extend(back, tokens, valid), atol=1e-6)
+
+
+def test_an_actor_whose_rollouts_are_stale_learns_by_truncated_ratios(softmax_model, make_batch):
+    """On tokens whose ratio to the sampler is 1.5 the loss is 1.5 times as large; where it is 4, twice (TIS, C = 2)."""
+    batch, z = make_batch(vocab=3, padding_prompts=0), {"z": jnp.log(jnp.asarray(P, jnp.float32))}
+    own = np.log(P)[batch.tokens].astype(np.float32)
+
+    def loss(ratio, **changes):
+        settings = Settings(
+            model=softmax_model, loss=DEFAULT.loss, jackpot=OBRS, actor_model=softmax_model, temperature=1.0,
+            actor=dataclasses.replace(DEFAULT.actor, distill_coef=0.0), token_chunk=64, max_length=5, micro_batches=1,
+            minibatches=1, epochs=1, **changes,
+        )  # fmt: skip
+        sampled = dataclasses.replace(batch, sampler_logprobs=own - np.float32(np.log(ratio)))
+        prior = Prior(old=None, ref=None, actor=None)
+        return float(actor_loss(z, sampled, prior, None, None, (jnp.float32(1), jnp.float32(1)), settings)[0])
+
+    fresh = loss(1.5)
+    assert fresh != 0 and loss(4.0) == fresh
+    assert loss(1.5, stale=True) == pytest.approx(1.5 * fresh) and loss(4.0, stale=True) == pytest.approx(2 * fresh)
 
 
 GOLDEN = {"acceptance": 0.875, "policy": 4.24865, "actor": 1.68361, "distill": 0.0130695}

@@ -20,14 +20,17 @@ PARTS = (
 # which holds the version. A module that stands in no line is an error: place it here first.
 TABLE = {
     "": (),
-    "main": ("", "cache", "config", "preemption", "hosts", "train", "evaluate", "report", "plan"),
+    "main": ("", "cache", "config", "preemption", "hosts", "metrics", "train", "evaluate", "report", "plan.report"),
     "train": (
+        "ahead",
         "runs",
+        "claims",
         "console",
         "alarms",
         "evaluate",
         "budget",
         "parts",
+        "plan.report",
         "step",
         "records",
         "hosts",
@@ -36,9 +39,12 @@ TABLE = {
         *PARTS,
     ),
     "step": ("budget", "parts", "records", "hosts", *STAGES, *PARTS),  # train's, one step of it
-    "parts": ("runs", "budget", "objectives", *STAGES, *PARTS),  # what train, step and evaluate work with
+    "ahead": ("parts", "step", "budget", "metrics", "preemption", "types"),  # train's
+    "parts": ("runs", "budget", "objectives", "handover", *STAGES, *PARTS),  # what train, step and evaluate work with
     "runs": ("config", "metrics", "batching", "plan", *PARTS),
+    "claims": ("config", "hosts", "runs", "metrics", "options"),
     "records": PARTS,
+    "handover": PARTS,
     "alarms": ("options",),
     "evaluate": ("config", "console", "alarms", "estimates", "parts", "runs", "hosts", *STAGES, *PARTS),
     "estimates": (),
@@ -49,6 +55,7 @@ TABLE = {
     "report.*": ("report", "report.*"),
     "sweeps": ("config", "report.curves"),  # launch/sweep.py's
     "plan": ("config", *STAGES, *PARTS),
+    "plan.*": ("plan", "plan.*", "parts", "console", "objectives", *STAGES, *PARTS),
     "config": ("options", "conflicts"),
     "conflicts": ("options",),
     "options": (),

@@ -35,7 +35,7 @@ def launch(name: str, *args: str, path: pathlib.Path | None = None, timeout=60, 
 
 
 def test_there_is_a_launcher_for_each():
-    assert SCRIPTS == ["local.sh", "slurm.sh", "tpu_pod.sh"]
+    assert SCRIPTS == ["bench_gpu.sh", "local.sh", "slurm.sh", "tpu_pod.sh"]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -105,7 +105,7 @@ def test_a_config_elsewhere_finds_the_defaults_of_this_checkout(tmp_path):
     # rljax as an installation finds it: nothing but the package is on the path.
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "rljax").symlink_to(ROOT / "rljax")
-    done = run(f"--config={mine}", "--dry_run", cwd=tmp_path, path=tmp_path / "site")
+    done = run(f"--config={mine}", "--mode=eval", "--dry_run", cwd=tmp_path, path=tmp_path / "site")
     assert done.returncode == 0, done.stderr
     assert any(line.split()[1:4] == ["seed", "│", "5"] for line in done.stdout.splitlines()), done.stdout
 
@@ -115,7 +115,7 @@ def test_a_config_comes_with_the_defaults_of_its_own_folder(tmp_path):
     copy.mkdir()
     for source in (ROOT / "configs").glob("*.py"):
         (copy / source.name).write_text(source.read_text().replace("c.seed = 0", "c.seed = 41"))
-    done = run(f"--config={copy / 'cero.py'}", "--dry_run")  # from this checkout, whose configs has seed 0
+    done = run(f"--config={copy / 'cero.py'}", "--mode=eval", "--dry_run")  # from this checkout, whose seed is 0
     assert any(line.split()[1:4] == ["seed", "│", "41"] for line in done.stdout.splitlines()), done.stdout
 
 
@@ -207,6 +207,27 @@ def test_the_mode_gets_the_config_and_the_workdir(monkeypatch):
     monkeypatch.setitem(main.MODES, "train", lambda config, workdir: got.append((config.name, workdir)))
     assert main.main(["main", f"--config={CERO}", "--workdir=w"]) == 0
     assert got == [("cero", pathlib.Path("w"))]
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ((), ["rljax cero: starting"]),
+        (("--config.hosts.coordinator=a:1", "--config.hosts.count=2"), ["rljax cero: starting"]),
+        (("--config.hosts.coordinator=a:1", "--config.hosts.count=2", "--config.hosts.index=1"), []),
+        (("--config.hosts.cluster=slurm",), []),  # who this is will be known later
+    ],
+)
+def test_the_first_line_comes_before_jax_and_the_other_processes(more, said, monkeypatch, capsys):
+    def joined(config, workdir, mode):
+        assert capsys.readouterr().out.splitlines() == said
+        raise KeyboardInterrupt
+
+    from rljax import hosts
+
+    monkeypatch.setattr(hosts, "joined", joined)
+    for mode in ("train", "eval"):
+        assert main.main(["main", f"--config={CERO}", f"--mode={mode}", *more]) == 130
 
 
 def test_a_report_of_several_runs_needs_no_config(tmp_path, capsys):

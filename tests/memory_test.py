@@ -45,9 +45,11 @@ def working_memory(compiled) -> int:
 
 
 @functools.cache
-def update_memory(rule: str, table: str = "union", num_layers: int = 30) -> tuple[int, int]:
+def update_memory(
+    rule: str, table: str = "union", num_layers: int = 30, P: int = P, T: int = T, micro: int = 1, chunk: int = 0
+) -> tuple[int, int]:
     """(working memory, temporaries) of one update; with obrs by a table of the sampler or of the policy in bfloat16."""
-    model = Model(dataclasses.replace(SMOLLM2, num_layers=num_layers), remat="layer")
+    model = Model(dataclasses.replace(SMOLLM2, num_layers=num_layers), remat="layer", attention_chunk=chunk)
     optimizer = learner.make_optimizer(DEFAULT.learner, 100)
     params = model.abstract_params()
     opt_state = jax.eval_shape(optimizer.init, params)
@@ -61,7 +63,7 @@ def update_memory(rule: str, table: str = "union", num_layers: int = 30) -> tupl
     settings = Settings(
         model=model, loss=DEFAULT.loss, jackpot=dataclasses.replace(DEFAULT.jackpot, rule=rule, table=table),
         actor=dataclasses.replace(DEFAULT.actor, dtype="" if rule == "none" else "bfloat16"), actor_model=None,
-        temperature=1.0, token_chunk=256, max_length=T, micro_batches=1, minibatches=1, epochs=1,
+        temperature=1.0, token_chunk=256, max_length=T, micro_batches=micro, minibatches=1, epochs=1,
     )  # fmt: skip
     step = functools.partial(learner.train_step, settings=settings, optimizer=optimizer)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -73,6 +75,21 @@ def test_the_update_holds_no_logits_of_all_tokens():
     """Two layers, so that what else there is stays small: the temporaries have no room for [rows, T, V]."""
     _, temporaries = update_memory("none", num_layers=2)
     assert temporaries < 0.75 * LOGITS
+
+
+def test_the_update_holds_one_tree_of_gradients_beside_the_state():
+    """Prompts and rows share each weight's gradient, and neither clipping nor the optimizer copies a tree."""
+    _, temporaries = update_memory("none", T=16)
+    parameters = sum(np.prod(leaf.shape) * 4 for leaf in jax.tree.leaves(Model(SMOLLM2).abstract_params()))
+    assert parameters < temporaries < 1.5 * parameters
+
+
+def test_memory_of_long_completions_is_linear_in_their_length():
+    """2 prompts × 8 rows of 1,024, 2,048 and 4,096 tokens, their update in two micro-batches: at most 12 GiB."""
+    one, two, four = (update_memory("none", P=2, T=n, micro=2, chunk=512)[0] for n in (1024, 2048, 4096))
+    print([f"{size / 2**30:.2f} GiB" for size in (one, two, four)])
+    assert four < 12 * 2**30
+    assert four - two < 2.1 * (two - one)  # quadratic: 4 times
 
 
 @pytest.mark.parametrize("table", ["sampler", "union"])

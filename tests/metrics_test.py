@@ -262,6 +262,9 @@ def test_stages_by_step_and_in_all(make_clock):
     assert stages.lap() == {"time/step_s": 0.0}
     assert stages.seconds == {"rollout": 107.0, "update": 7.0, "outer": 6.0}
     assert begun == ["rollout", "rollout", "update", "outer", "update"]
+    clock.now += 2.0
+    stages.add({"rollout": 9.0})  # another thread's, which took longer than the step that waited for it
+    assert stages.lap() == {"time/rollout_s": 9.0, "time/step_s": 2.0} and stages.seconds["rollout"] == 116.0
     with pytest.raises(ValueError, match="time/step_s"), stages("step"):
         pass
 

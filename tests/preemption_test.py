@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from rljax import checkpoint, learner, main, preemption, rewards, sampling, train
+from rljax import ahead, checkpoint, learner, main, preemption, rewards, sampling, train
 from rljax.models import hf
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -77,6 +77,16 @@ def test_another_process_that_was_told_ends_this_one_too():
             preemption.check()
 
 
+def test_a_thread_that_is_told_ends_as_with_the_signal(earlier):
+    preemption.tell()  # nobody watches
+    with preemption.watching():
+        preemption.check()
+        preemption.tell()
+        with pytest.raises(preemption.Preempted):
+            preemption.check()
+    assert not preemption.requested() and not earlier
+
+
 def test_waiting_for_rewards_ends_with_the_signal(tmp_path):
     """A grader that would take a minute; what the other processes are told is None."""
 
@@ -108,6 +118,9 @@ def test_the_command_ends_with_status_75_and_one_line(monkeypatch, capsys):
     monkeypatch.setitem(main.MODES, "train", run)
     assert main.main(["main", f"--config={ROOT / 'configs/grpo.py'}"]) == preemption.EXIT_STATUS == 75
     assert capsys.readouterr().err == "preempted: step 3 is saved\n"
+    monkeypatch.setattr(jax, "process_index", lambda: 1)  # the others say nothing
+    assert main.main(["main", f"--config={ROOT / 'configs/grpo.py'}"]) == 75
+    assert capsys.readouterr().err == ""
 
 
 # ---- the run
@@ -140,7 +153,7 @@ class Told:
     @contextlib.contextmanager
     def running(self):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "train_step", self.watched(train.train_step, "step", "rollout"))
+            patch.setattr(ahead, "collect", self.watched(ahead.collect, "step", "rollout"))
             patch.setattr(train, "held_out", self.watched(train.held_out, "start", "evaluation"))
             patch.setattr(sampling, "_decode_segment", self.watched(sampling._decode_segment))
             patch.setattr(rewards.StreamingScorer, "_own", self.watched(rewards.StreamingScorer._own, "reward"))

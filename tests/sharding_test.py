@@ -1,15 +1,17 @@
 """The mesh, the table of logical axes, and arrays that are born on their devices."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from rljax import sharding
-from rljax.models import hf
+from rljax.models import hf, transformer
 from rljax.models.transformer import Model
 
 
@@ -97,6 +99,41 @@ def test_dimension_that_does_not_divide_names_parameter_axis_and_numbers(make_co
         sharding.named(mesh, "prompts", None, shape=(6, 5))
 
 
+@pytest.mark.parametrize(
+    "axes, told",
+    [
+        (("layers", "embed", "colour"), "logical axis 'colour' has no sharding rule; known: prompts, layers"),
+        (("layers", "heads", "mlp"), r"axes \('layers', 'heads', 'mlp'\) use mesh axis 'tensor' twice"),
+        (("layers", "embed"), r"its shape is \(2, 16, 32\) and its logical axes are \('layers', 'embed'\)"),
+        (None, r"its shape is \(2, 16, 32\) and its logical axes are None; name one for each dimension"),
+    ],
+)
+def test_a_parameter_without_a_rule_or_with_a_collision_stops_a_run_at_its_start(
+    tiny_checkpoint, mesh, monkeypatch, axes, told
+):
+    real = Model.axes
+
+    def changed(model):
+        tree = real(model)
+        return tree | {"layers": tree["layers"] | {"q": axes}}
+
+    monkeypatch.setattr(Model, "axes", changed)
+    with pytest.raises(ValueError, match=rf"^layers\.q: {told}"):
+        hf.load(tiny_checkpoint, mesh=mesh)
+
+
+def test_a_parameter_that_was_given_no_axes_is_told(make_config, mesh, monkeypatch):
+    class Longer(transformer.Block):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.extra = nnx.Param(jnp.zeros(3))
+
+    monkeypatch.setattr(transformer, "Block", Longer)
+    model = Model(make_config(max_positions=77))  # of no other test: what a config's parameters are is remembered
+    with pytest.raises(ValueError, match=r"^layers\.extra: its shape is \(3, 3\) and its logical axes are None"):
+        sharding.params_shardings(mesh, model.axes(), model.abstract_params())
+
+
 def test_every_parameter_of_every_family_has_a_rule(make_config, mesh):
     for kind in ("llama", "qwen2", "qwen3"):
         changes = dict(model_type=kind, qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3")
@@ -147,3 +184,44 @@ def test_optimizer_state_takes_the_parameters_shardings(mesh):
 def test_mesh_of_an_array_without_one():
     alone = jax.device_put(jnp.zeros(2), jax.devices()[3])
     assert sharding.mesh_of(alone).devices.item() == jax.devices()[3]
+
+
+MOVES = [  # axes of a mesh of 4 devices and of one of others
+    ({"data": 2, "fsdp": 2}, {"data": 1, "tensor": 4}),
+    ({"data": 1, "fsdp": 2, "tensor": 2}, {"data": 2, "tensor": 2}),
+    ({"data": 1, "tensor": 4}, {"data": 1, "tensor": 2}),
+    ({"data": 4}, {"data": 1}),
+    ({"data": 1, "fsdp": 4}, {"data": 1, "fsdp": 4}),
+]
+
+
+@pytest.mark.parametrize("learner, maker", MOVES, ids=str)
+def test_weights_move_to_other_devices_without_the_host(learner, maker, make_config, monkeypatch):
+    first, second = jax.devices()[:4], jax.devices()[4 : 4 + math.prod(maker.values())]
+    own, other = (sharding.make_mesh(**a, devices=d) for a, d in ((learner, first), (maker, second)))
+    model = Model(make_config(num_kv_heads=4))
+    where, there = (sharding.params_shardings(m, model.axes(), model.abstract_params()) for m in (own, other))
+    want = jax.tree.map(lambda leaf: np.arange(leaf.size).reshape(leaf.shape), model.abstract_params())
+    params = jax.device_put(want, where)
+    with monkeypatch.context() as patch, jax.transfer_guard("disallow"):
+        # On CPU the guard lets reading by the host pass: it is no transfer there.
+        patch.setattr(type(params["norm"]), "_value", property(lambda _: pytest.fail("through the host")))
+        got = sharding.moved(params, there)
+    assert jax.tree.map(lambda leaf: leaf.sharding, got) == there
+    jax.tree.map(lambda leaf: leaf.delete(), params)  # as the next update does
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), want)
+
+
+def test_a_copy_in_place_outlives_what_it_is_of():
+    where = sharding.replicated(sharding.make_mesh(data=2, devices=jax.devices()[:2]))
+    x = jax.device_put(np.arange(6.0), where)
+    got = sharding.moved({"x": x}, {"x": where})["x"]
+    x.delete()
+    np.testing.assert_array_equal(got, np.arange(6.0))
+
+
+def test_the_last_devices_are_the_rollouts_own():
+    learners, makers = sharding.apart(3)
+    assert learners == jax.devices()[:5] and makers == jax.devices()[5:]
+    with pytest.raises(ValueError, match="mesh.rollout_devices = 8 leaves none of the 8 devices to the learner"):
+        sharding.apart(8)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 Array = jax.Array | np.ndarray
 _MAX_INT32 = 2**31 - 1
@@ -156,7 +157,8 @@ def init(cero: Cero) -> CeroState:
 
 def beta_variance(alpha: Array, beta: Array) -> jax.Array:
     """E[p (1 - p)] under Beta(alpha, beta): alpha beta / ((alpha+beta)(alpha+beta+1)); (3, 2) gives .2."""
-    total = jnp.asarray(alpha) + beta
+    alpha, beta = jnp.asarray(alpha), jnp.asarray(beta)
+    total = alpha + beta
     # One division first: alpha * beta of two large counts would overflow long before their quotient does.
     return (alpha / total) * (beta / (total + 1))
 
@@ -290,7 +292,7 @@ def update(
 
 def _as_ids(cero: Cero, name: str, ids: Array) -> jax.Array:
     """ids as int32, checked where they are known: a traced index out of range would be dropped silently."""
-    if not isinstance(ids, jax.core.Tracer):
+    if not isinstance(ids, Tracer):
         known = np.asarray(ids)
         bad = known[(known < -1) | (known >= cero.num_prompts)]
         if bad.size:
@@ -315,7 +317,9 @@ def _drawn(cero: Cero, rows: jax.Array, drawn_ids, drawn_counts) -> tuple[jax.Ar
         return drawn, rows, drawn
     drawn_ids = _as_ids(cero, "drawn_ids", drawn_ids)
     counts = jnp.asarray(drawn_counts, jnp.int32)
-    return tuple(_scatter(drawn_ids, x, cero.num_prompts) for x in (drawn_ids >= 0, counts, counts > 0))
+    amounts = drawn_ids >= 0, counts, counts > 0
+    times, granted, visits = (_scatter(drawn_ids, x, cero.num_prompts) for x in amounts)
+    return times, granted, visits
 
 
 def dual_objective(
@@ -342,7 +346,7 @@ def offline_allocation(q: Array, eta: float, budget: float, cap: float | Array) 
     Raises ValueError for eta <= 0, a negative budget or a negative cap, when these are not being traced.
     """
     for name, value in (("eta", eta), ("budget", budget), ("cap", cap)):
-        if not isinstance(value, jax.core.Tracer) and not np.all(value > 0 if name == "eta" else value >= 0):
+        if not isinstance(value, Tracer) and not np.all(value > 0 if name == "eta" else value >= 0):
             raise ValueError(f"offline_allocation {name}={value!r}: eta must be > 0, budget and cap >= 0")
     slope = eta * jnp.asarray(q)
     teaches = slope > 0
@@ -388,7 +392,7 @@ def effective_prompt_ratio(
     use = (group >= 0) & (group < num_groups) & jnp.isfinite(rewards)
     use = use if valid is None else use & jnp.asarray(valid, bool)
     group = jnp.where(use, group, num_groups)
-    if samples is not None:
+    if samples is not None and key is not None:
         use &= _rank_in_group(group, num_groups, jax.random.uniform(key, group.shape)) < samples
         group = jnp.where(use, group, num_groups)
     size = jax.ops.segment_sum(use.astype(jnp.int32), group, num_groups + 1)[:-1]
@@ -408,7 +412,7 @@ def _rank_in_group(group: jax.Array, num_groups: int, priority: jax.Array) -> ja
     return jnp.zeros_like(place).at[order].set(place) - first[group]
 
 
-def metrics(cero: Cero, state: CeroState) -> dict[str, jax.Array]:
+def metrics(cero: Cero, state: CeroState) -> dict[str, Array]:
     """Scalars for the log. mu and theta_mean in utility a rollout, q_mean in reward variance; spent and left
     in rollouts; of the M prompts, active is the fraction with theta > mu, explored that with a visit."""
     return {

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from rljax.algos.masked import as_float, bounded_exp, check_same_shape, choose, fill, masked_sum, safe_divide
@@ -216,7 +217,7 @@ def _factors(target_logprobs, actor_logprobs, lam, z, old_logprobs, c1, c2, norm
     """Both factors of the weight before their bounds, without gradient."""
     _check_lambda(lam)
     for name, bound in (("c1", c1), ("c2", c2)):
-        if not isinstance(bound, jax.core.Tracer) and not bound > 0:
+        if not isinstance(bound, Tracer) and not bound > 0:
             raise ValueError(f"jackpot_weights {name}={bound} must be > 0; math.inf is no bound")
     check_same_shape(target_logprobs=target_logprobs, actor_logprobs=actor_logprobs, z=z, old_logprobs=old_logprobs)
     target = as_float(target_logprobs)
@@ -233,7 +234,8 @@ class States:
 
     ids: int32[N, 2k], mask: bool[N, 2k], ``candidates``. target_on, actor_on: float32[N, 2k], log p and log q
         of these tokens. target_logprobs, actor_logprobs: float32[N], of the sampled token.
-    z: float32[N], the exact normaliser. kl_before, kl_after: float32[N] nats, KL(p‖q) and KL(p‖q̃), exact.
+    z: float32[N], the exact normaliser. kl_before, kl_after: float32[N] nats, KL(p‖q) and KL(p‖q̃), exact. None where
+        the whole vocabulary was not at hand.
     """
 
     ids: jax.Array
@@ -242,9 +244,9 @@ class States:
     actor_on: jax.Array
     target_logprobs: jax.Array
     actor_logprobs: jax.Array
-    z: jax.Array
-    kl_before: jax.Array
-    kl_after: jax.Array
+    z: jax.Array | None
+    kl_before: jax.Array | None
+    kl_after: jax.Array | None
 
 
 def states(target_logits: ArrayLike, actor_logits: ArrayLike, tokens: ArrayLike, lam: ArrayLike, *, k: int) -> States:
@@ -381,16 +383,17 @@ def _probabilities(p: ArrayLike, q: ArrayLike) -> tuple[jax.Array, jax.Array]:
 
 
 def _check_lambda(lam: ArrayLike) -> None:
-    if not isinstance(lam, jax.core.Tracer) and not np.all(np.asarray(lam) > 0):
+    if not isinstance(lam, Tracer) and not np.all(np.asarray(lam) > 0):
         raise ValueError(f"OBRS λ={lam} must be > 0")
 
 
 def _check_budget(budget: ArrayLike, attainable: jax.Array) -> None:
-    if isinstance(budget, jax.core.Tracer):
+    if isinstance(budget, Tracer):
         return
-    if not 0 < budget <= 1:
+    share = float(np.asarray(budget))
+    if not 0 < share <= 1:
         raise ValueError(f"OBRS budget={budget} must be in (0, 1]: it is the share of tokens to accept")
-    if not isinstance(attainable, jax.core.Tracer) and budget > attainable + _ATTAINABLE_SLACK:
+    if not isinstance(attainable, Tracer) and share > attainable + _ATTAINABLE_SLACK:
         raise ValueError(
             f"OBRS budget={budget} is out of reach: at most {float(attainable):.6f} of the actor's tokens "
             "have a probability above 0 under the target; lower the budget"

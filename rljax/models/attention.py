@@ -37,17 +37,23 @@ class Keys(NamedTuple):
     positions: Any  # int32
     valid: Any  # bool
 
+    def of_prompts(self) -> Keys:
+        """A prefix, of the own keys of prompts that stand as rows, one each."""
+        return Keys(self.k[:, :, 0], self.v[:, :, 0], self.positions, self.valid)
 
-def attend(q, positions, own: Keys, prefix: Keys | None = None, window=None, chunk: int = 0):
+
+def attend(q, positions, own: Keys, prefix: Keys | None = None, window=None, chunk: int = 0, kernel=None):
     """softmax over [prefix keys, own keys] of q·k / sqrt(D), applied to the values; softmax in float32.
 
     q: [P, G, T, H, D], at positions int32[P, G, T]. window: tokens that a query sees, itself included; None is all.
     chunk: queries of a row whose scores are alive at once, forwards and backwards, so that memory is linear in
-    length; 0 is all. Heads are grouped: H = KV * h. Returns [P, G, T, H, D] in q's dtype.
+    length; 0 is all. kernel: of models/kernels.py instead of this module's products; None is these. Heads are grouped:
+    H = KV * h. Returns [P, G, T, H, D] in q's dtype.
     """
     P, G, T, H, D = q.shape
+    compute = _attend if kernel is None else kernel
     if not 0 < chunk < T:
-        return _attend(q, positions, own, prefix, window)
+        return compute(q, positions, own, prefix, window)
     parts = -(-T // chunk)
 
     def split(x):  # [P, G, T, …] → [parts, P, G, chunk, …]; padding is cut off again
@@ -55,7 +61,7 @@ def attend(q, positions, own: Keys, prefix: Keys | None = None, window=None, chu
         return jnp.moveaxis(x.reshape(P, G, parts, chunk, *x.shape[3:]), 2, 0)
 
     # The backward pass computes a chunk's scores again: kept for all chunks they would be quadratic in length.
-    one = jax.checkpoint(lambda x: _attend(*x, own, prefix, window), prevent_cse=False)
+    one = jax.checkpoint(lambda x: compute(x[0], x[1], own, prefix, window), prevent_cse=False)
     out = jax.lax.map(one, (split(q), split(positions)))
     return jnp.moveaxis(out, 0, 2).reshape(P, G, parts * chunk, H, D)[:, :, :T]
 

@@ -267,11 +267,12 @@ def _rope_scaling(file: _File, plain: ModelConfig) -> RopeScaling | None:
         for name, only in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0), ("yarn_log_multiplier", 0.0)):
             if (value := file.get(f"{key}{name}", only)) != only:
                 file.refuse(f"{key}{name}", value, [str(only)])
-        usual = {"beta_fast": RopeScaling.beta_fast, "beta_slow": RopeScaling.beta_slow}
-        betas = {name: _decimal(file.get(f"{key}yarn_{name}", value)) for name, value in usual.items()}
-        original = file.get(f"{key}original_context_length", plain.max_positions)
         return RopeScaling(
-            kind=kind, factor=_decimal(file.need(f"{key}factor")), original_max_positions=original, **betas
+            kind=kind,
+            factor=_decimal(file.need(f"{key}factor")),
+            original_max_positions=file.get(f"{key}original_context_length", plain.max_positions),
+            beta_fast=_decimal(file.get(f"{key}yarn_beta_fast", RopeScaling.beta_fast)),
+            beta_slow=_decimal(file.get(f"{key}yarn_beta_slow", RopeScaling.beta_slow)),
         )
     return RopeScaling(kind="linear", factor=_decimal(factor)) if kind == "linear" and factor else None
 

@@ -99,6 +99,7 @@ def load(
     remat: str = "none",
     compute_dtype: str = "",
     attention_chunk: int = 0,
+    attention: str = "xla",
 ):
     """(Model, params) of a Hugging Face directory or a shipped checkpoint.
 
@@ -109,8 +110,9 @@ def load(
     """
     folder = resolve(path)
     config = read_config(folder)
-    model = Model(config, remat=remat, compute_dtype=compute_dtype, attention_chunk=attention_chunk)
     mesh = sharding.single_device_mesh() if mesh is None else mesh
+    how = {"remat": remat, "compute_dtype": compute_dtype, "attention_chunk": attention_chunk, "attention": attention}
+    model = Model(config, **how, mesh=mesh if attention == "splash" else None)
     with weights.Reader(folder) as tensors:
         tensors.check(_largest(model.config), whole=False)
         abstract, axes = model.abstract_params(dtype), model.axes()
@@ -199,7 +201,8 @@ def save(path: str | os.PathLike, model: Model, params) -> None:
 
 def _check_shape(keys: tuple[str, ...], shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     """Refuses a shape that is not the expected one; the vocabulary alone may be padded."""
-    vocabulary = {("embed",): 0, ("head",): 1}.get(keys)
+    padded: dict[tuple[str, ...], int] = {("embed",): 0, ("head",): 1}
+    vocabulary = padded.get(keys)
     cut = tuple(shape)
     if vocabulary is not None and len(shape) == len(expected) and shape[vocabulary] > expected[vocabulary]:
         cut = (*shape[:vocabulary], expected[vocabulary], *shape[vocabulary + 1 :])

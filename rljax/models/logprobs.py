@@ -57,10 +57,9 @@ def completion_hidden(model, params, batch):
     the sampler feeds its rows the same way. Values past `lengths` mean nothing and must be masked.
     """
     S, T = batch.prompt_tokens.shape[1], batch.tokens.shape[2]
-    prefix_valid = jnp.arange(S) < batch.prompt_lengths[:, None] - 1
-    prefix = model.prefill(params, batch.prompt_tokens, prefix_valid)
+    prompt_valid = jnp.arange(S) < batch.prompt_lengths[:, None] - 1
     last = jnp.take_along_axis(batch.prompt_tokens, jnp.maximum(batch.prompt_lengths - 1, 0)[:, None], axis=1)
     first = jnp.broadcast_to(last[:, :, None], (*batch.tokens.shape[:2], 1))
     inputs = jnp.concatenate([first, batch.tokens[..., :-1]], axis=2)
     valid = jnp.arange(T) < batch.lengths[..., None]
-    return model.extend(params, inputs, valid, prefix)
+    return model.extend(params, inputs, valid, (batch.prompt_tokens, prompt_valid))

@@ -44,7 +44,7 @@ def _is_adapter(name: str) -> bool:
     return name.endswith("_lora_a") or name.endswith("_lora_b")
 
 
-def split(params):
+def split(params) -> tuple[Any, Any]:
     """(trained, frozen) trees of a decoder's parameters: adapters and the rest; (all, None) without adapters."""
     adapters = {name: w for name, w in params.get("layers", {}).items() if _is_adapter(name)}
     if not adapters:

@@ -18,10 +18,13 @@ def save(path: str | os.PathLike, model: Model, params, *, base: str) -> None:
     """Writes the adapters of `params`; the directory appears whole or not at all, in place of an older one.
 
     Of parameters on several hosts, which all call this, the first host writes.
-    base: what adapter_config.json names as the model that they belong to.
+    base: what adapter_config.json names as the model that they belong to. Raises ValueError for a model without them.
     """
+    adapters = model.lora
+    if adapters is None:
+        raise ValueError(f"{path}: the model has no adapters to save; save the model itself (models.hf)")
     names = hf.tensor_names(model.config).items()
-    adapted = {key: (leaf[-1], layer) for key, (leaf, layer, _, _) in names if leaf[-1] in model.lora.targets}
+    adapted = {key: (leaf[-1], layer) for key, (leaf, layer, _, _) in names if leaf[-1] in adapters.targets}
     tensors = {}
     for key, (name, layer) in adapted.items():
         for half in "ab":  # peft stores [r, in] and [out, r]
@@ -34,8 +37,8 @@ def save(path: str | os.PathLike, model: Model, params, *, base: str) -> None:
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": model.lora.rank,
-        "lora_alpha": model.lora.alpha,
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
         "target_modules": sorted({key.split(".")[-2] for key in adapted}),
         "lora_dropout": 0.0,
         "bias": "none",

@@ -68,8 +68,8 @@ class Quantized:
     def prefill(self, params, tokens, valid) -> Prefix:
         return self.model.prefill(dequantize(params), tokens, valid)
 
-    def extend(self, params, tokens, valid, prefix: Prefix | None = None):
-        return self.model.extend(dequantize(params), tokens, valid, prefix)
+    def extend(self, params, tokens, valid, prompts: tuple | None = None):
+        return self.model.extend(dequantize(params), tokens, valid, prompts)
 
     def decode(self, params, tokens, positions, index, prefix: Prefix, cache: KV, column):
         return self.model.decode(dequantize(params), tokens, positions, index, prefix, cache, column)
@@ -99,7 +99,11 @@ def behaviour_of(model: Model, state: LearnerState, actor_model: Model | None, d
     """(model, params) that make the rollouts: the actor's, or the policy's own in `dtype` (a key of COPIES)."""
     if state.actor is not None:
         return actor_model, state.actor.params
-    params = lora.whole(state)
+    return rounded(model, lora.whole(state), dtype)
+
+
+def rounded(model: Model, params, dtype: str):
+    """(model, params) of a copy in `dtype`, a key of COPIES, adapters merged; of themselves where that is ""."""
     if not dtype:
         return model, params
     plain = dataclasses.replace(model, lora=None)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from rljax import sharding
-from rljax.models import attention
+from rljax.models import attention, kernels
 from rljax.models.config import ModelConfig
 from rljax.models.lora import Lora, join, split
 
@@ -38,6 +41,14 @@ class Prefix(NamedTuple):
     def keys(self, kv: KV) -> attention.Keys:
         """What rows attend to in a layer whose keys and values are `kv`."""
         return attention.Keys(*kv, self.positions[:, None], self.valid[:, None])
+
+
+class Tokens(NamedTuple):
+    """Tokens of G rows a prompt, or of the prompts themselves (G = 1), [P, G, T] each."""
+
+    ids: Any  # int32
+    positions: Any  # int32
+    valid: Any  # bool
 
 
 class Block(nnx.Module):
@@ -68,14 +79,19 @@ class Block(nnx.Module):
         self.gate = weight((c.hidden_size, c.intermediate_size), ("embed", "mlp"))
         self.up = weight((c.hidden_size, c.intermediate_size), ("embed", "mlp"))
         self.down = weight((c.intermediate_size, c.hidden_size), ("mlp", "embed"))
-        for name in () if lora is None else lora.targets:
+        self.config, self.lora = c, lora
+        if lora is not None:
+            self.adapt(lora, rngs)
+
+    def adapt(self, lora: Lora, rngs: nnx.Rngs) -> None:
+        """Adds new adapters: A of N(0, 1/in), B of zeros."""
+        for name in lora.targets:
             base = getattr(self, name)
             (size_in, size_out), (_, axis_in, axis_out) = base.shape, base.get_metadata("axes")
             a = jax.random.normal(rngs.params(), (size_in, lora.rank), jnp.float32) * size_in**-0.5
             setattr(self, f"{name}_lora_a", nnx.Param(a, axes=("layers", axis_in, "lora")))
             b = jnp.zeros((lora.rank, size_out), jnp.float32)
             setattr(self, f"{name}_lora_b", nnx.Param(b, axes=("layers", "lora", axis_out)))
-        self.config, self.lora = c, lora
 
     def project(self, x, name: str):
         """x @ W, and α/r · x A B beside it where the projection has an adapter (LoRA, 2106.09685, eq. 3)."""
@@ -120,24 +136,33 @@ class Decoder(nnx.Module):
             self.head = nnx.Param((head * c.hidden_size**-0.5).astype(dtype), axes=("embed", "vocab"))
         self.config = c
 
-    def extend(self, tokens, positions, valid, prefix: Prefix | None, remat: str, chunk: int):
-        """hidden[P, G, T, E] and each layer's own keys and values, of rows after an optional prefix."""
-        x, cos, sin = self._embed(tokens, positions)
+    def extend(self, parts: Sequence[Tokens], remat: str, chunk: int, kernel):
+        """hidden[P, N, E] of the parts' tokens, part after part, and each layer's keys and values of the first part's.
+
+        parts: prompts or rows alone, or prompts [P, 1, S] and then rows [P, G, T] that continue them. Both go through
+        a layer together: each of its products is one of all N = S + G · T tokens, and its weights have one gradient.
+        """
+        x, cos, sin = self._embed(*(_together(parts, name) for name in ("ids", "positions")))
         graphdef, stacked = nnx.split(self.layers)
         each, same = self._windows()
+        ends = list(itertools.accumulate(part.ids.shape[1] * part.ids.shape[2] for part in parts))
 
         def layer(x, xs):
-            weights, shared, window = xs
+            weights, window = xs
             block = nnx.merge(graphdef, weights)
-            q, k, v = block.qkv(x, cos, sin)
-            k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
-            before = None if shared is None else prefix.keys(shared)
-            own = attention.Keys(k, v, positions, valid)
-            out = attention.attend(q, positions, own, before, same if window is None else window, chunk)
-            return block.finish(x, out), KV(k, v)
+            qkv = [jnp.split(y, ends[:-1], axis=1) for y in block.qkv(x, cos, sin)]
+            out, keys = [], []
+            for part, q, k, v in zip(parts, *qkv, strict=True):
+                q, k, v = (y.reshape(*part.ids.shape, *y.shape[2:]) for y in (q, k, v))
+                k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
+                before = keys[0].of_prompts() if keys else None
+                keys.append(attention.Keys(k, v, part.positions, part.valid))
+                limit = same if window is None else window
+                attended = attention.attend(q, part.positions, keys[-1], before, limit, chunk, kernel)
+                out.append(attended.reshape(x.shape[0], -1, *attended.shape[3:]))
+            return block.finish(x, jnp.concatenate(out, axis=1)), KV(keys[0].k, keys[0].v)
 
-        xs = stacked, None if prefix is None else prefix.kv, each
-        x, kv = jax.lax.scan(REMAT[remat](layer), x, xs)
+        x, kv = jax.lax.scan(REMAT[remat](layer), x, (stacked, each))
         return rms_norm(x, self.norm[...], self.config.norm_eps), kv
 
     def decode(self, tokens, positions, index, prefix: Prefix, cache: KV, column):
@@ -166,7 +191,7 @@ class Decoder(nnx.Module):
 
             cache = KV(put(cache.k, k), put(cache.v, v))
             own, shared = jax.tree.map(pick, (cache, prefix.kv))
-            own = attention.Keys(*own, key_positions, age <= index[..., None])
+            own = attention.Keys(own.k, own.v, key_positions, age <= index[..., None])
             window = same if window is None else window
             out = attention.attend(q, positions[..., None], own, prefix.keys(shared), window)
             return block.finish(x, out), cache
@@ -237,7 +262,7 @@ class Model:
     remat: what the backward pass recomputes, a key of REMAT. lora: adapters beside its projections.
     attention_chunk: tokens of a row whose attention scores are alive at once; 0 is all.
     compute_dtype: of products and caches; "" is the parameters' own. Norms, rotary embeddings, softmax and logits
-    are float32 always.
+    are float32 always. attention: of prefill and learning, a name of kernels.kernel. mesh: that "splash" is split over.
     """
 
     config: ModelConfig
@@ -245,6 +270,12 @@ class Model:
     lora: Lora | None = None
     compute_dtype: str = ""
     attention_chunk: int = 0
+    attention: str = "xla"
+    mesh: Mesh | None = None
+
+    def on(self, mesh: Mesh) -> Model:
+        """The model for parameters on another mesh."""
+        return self if self.mesh is None else dataclasses.replace(self, mesh=mesh)
 
     def init(self, key, dtype="float32"):
         """Random parameters: a nested dict of arrays."""
@@ -255,9 +286,9 @@ class Model:
         return nnx.to_pure_dict(_abstract(self.config, self.lora, dtype)[1])
 
     def axes(self):
-        """Logical axis names of every parameter, in the parameters' tree."""
+        """Logical axis names of every parameter, in the parameters' tree; None where it was given none."""
         state = _abstract(self.config, self.lora, "float32")[1]
-        flat = {path: variable.get_metadata("axes") for path, variable in nnx.to_flat_state(state)}
+        flat = {path: variable.get_metadata().get("axes") for path, variable in nnx.to_flat_state(state)}
         return nnx.traversals.unflatten_mapping(flat)
 
     def cache_dtype(self, params):
@@ -272,18 +303,18 @@ class Model:
 
     def prefill(self, params, tokens, valid) -> Prefix:
         """Keys and values of prompts. tokens: int32[P, S]; valid: bool[P, S], padding at either side."""
-        positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0).astype(jnp.int32)
-        rows = tokens[:, None], positions[:, None], valid[:, None]
-        _, kv = self._decoder(params).extend(*rows, None, self.remat, self.attention_chunk)
-        return Prefix(jax.tree.map(lambda a: a[:, :, :, 0], kv), valid, positions)
+        rows = _in_order(tokens[:, None], valid[:, None])
+        _, kv = self._decoder(params).extend([rows], *self._how())
+        return Prefix(jax.tree.map(lambda a: a[:, :, :, 0], kv), valid, rows.positions[:, 0])
 
-    def extend(self, params, tokens, valid, prefix: Prefix | None = None):
-        """hidden[P, G, T, E] of rows that continue their prompt's prefix. tokens, valid: [P, G, T]."""
-        positions = jnp.maximum(jnp.cumsum(valid, axis=-1) - 1, 0).astype(jnp.int32)
-        if prefix is not None:
-            positions += jnp.sum(prefix.valid, axis=1, dtype=jnp.int32)[:, None, None]
-        decoder = self._decoder(params)
-        return decoder.extend(tokens, positions, valid, prefix, self.remat, self.attention_chunk)[0]
+    def extend(self, params, tokens, valid, prompts: tuple | None = None):
+        """hidden[P, G, T, E] of rows. tokens, valid: [P, G, T]. prompts: (tokens, valid) [P, S] that they continue."""
+        rows, before = _in_order(tokens, valid), []
+        if prompts is not None:
+            before = [_in_order(*(x[:, None] for x in prompts))]
+            rows = rows._replace(positions=rows.positions + jnp.sum(prompts[1], axis=1, dtype=jnp.int32)[:, None, None])
+        hidden, _ = self._decoder(params).extend([*before, rows], *self._how())
+        return hidden[:, -tokens.shape[1] * tokens.shape[2] :].reshape(*tokens.shape, -1)
 
     def decode(self, params, tokens, positions, index, prefix: Prefix, cache: KV, column):
         """hidden[P, G, E] of one more token a row, and the cache with it; see Decoder.decode."""
@@ -293,8 +324,22 @@ class Model:
         """float32 logits[..., V]."""
         return self._decoder(params).unembed(hidden)
 
+    def _how(self):
+        """(remat, chunk, kernel) of Decoder.extend."""
+        return self.remat, self.attention_chunk, kernels.kernel(self.attention, self.mesh)
+
     def _decoder(self, params) -> Decoder:
         return nnx.merge(_abstract(self.config, self.lora, "float32")[0], self.cast(params))
+
+
+def _in_order(tokens, valid) -> Tokens:
+    """Tokens whose positions count the real ones."""
+    return Tokens(tokens, jnp.maximum(jnp.cumsum(valid, axis=-1) - 1, 0).astype(jnp.int32), valid)
+
+
+def _together(parts: Sequence[Tokens], name: str):
+    """[P, N]: a field of all parts, one part after the other."""
+    return jnp.concatenate([getattr(part, name).reshape(part.ids.shape[0], -1) for part in parts], axis=1)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

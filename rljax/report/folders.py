@@ -73,7 +73,11 @@ def read(folder: pathlib.Path) -> Run:
     for name in ("config.json", "metrics.jsonl"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} holds no {name}; name the --workdir of a training run")
-    config = flat(_object(folder / "config.json"))
+    try:
+        config = flat(_object(folder / "config.json"))
+    except RecursionError as error:
+        told = f"{folder / 'config.json'} is nested too deeply for the config of a run; name another run folder"
+        raise ValueError(told) from error
     missing = [key for key in ("name", "seed") if key not in config]
     if missing:
         raise ValueError(f"{folder / 'config.json'} lacks {missing[0]!r}; it is not the config of a run")

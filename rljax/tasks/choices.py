@@ -162,7 +162,7 @@ def extract_choice(completion: str, letters: str = "ABCD") -> str | None:
 
 def _goes_on(match: re.Match[str], letters: str) -> bool:
     """Whether other letters follow the one that was found: "A or B", "A, B, C"."""
-    after = match.string[match.end(match.lastindex) :]
+    after = match.string[max(match.end(group) for group in range(1, match.re.groups + 1)) :]  # one group has matched
     return (
         re.match(rf"[)\].:]*\s*(?:,|/|&|\bor\b|\band\b)[\s(\[]*(?:also |or |and )?[{re.escape(letters)}]\b", after)
         is not None

@@ -118,7 +118,8 @@ def make(
 
     No prompt stands twice, nor both in training and held out (then it is held out). Rows whose gold answer a grader
     of the reward cannot read are left out, and of multiple choice those without choices; ``Task.dropped`` counts all
-    that is left out, by reason. Held-out examples are judged by the reward's main grader alone.
+    that is left out, by reason. Held-out examples come in the file's order, and are judged by the reward's main grader
+    alone.
 
     Args:
         path, eval_path: see records.read. With eval_path = "", eval_prompts rows of path are held out. With path = ""
@@ -155,7 +156,7 @@ def make(
     return Task(
         name=name,
         train=[_example(row, layout) for row in chosen],
-        eval=reward.judged([_example(row, layout) for row in held]),
+        eval=reward.judged([_example(row, layout) for row in sorted(held, key=lambda row: row.number)]),
         grade=reward,
         stop=stop,
         dropped={reason: count for reason, count in dropped.items() if count},
@@ -175,6 +176,7 @@ class _Row(NamedTuple):
     letters: str
     fields: dict  # that may group the results
     kind: str = ""
+    number: int = 0  # of the row in the file
 
 
 def _read(fields: dict, layout: Layout, place: str) -> _Row | None:
@@ -222,7 +224,7 @@ class _Pool:
             elif row.prompt in rows:
                 dropped["whose prompt stands twice"] += 1
             else:
-                rows[row.prompt] = row
+                rows[row.prompt] = row._replace(number=len(rows))
         if not rows:
             what = "a prompt" if layout.choices is None else "a prompt and choices"
             raise ValueError(f"data file {path} has no row with {what}; name one that has")

@@ -77,9 +77,8 @@ def test_a_prompt_padded_at_either_side_gives_the_same_continuation(small, side)
 
     @jax.jit
     def continuation(tokens, valid):
-        prefix = model.prefill(params, tokens, valid)
         rows = jnp.array([[[7, 1, 9], [2, 2, 5]]])
-        return model.unembed(params, model.extend(params, rows, jnp.ones(rows.shape, bool), prefix))
+        return model.unembed(params, model.extend(params, rows, jnp.ones(rows.shape, bool), (tokens, valid)))
 
     alone = continuation(np.array([[3, 4]]), np.ones((1, 2), bool))
     for width in (5, 8):

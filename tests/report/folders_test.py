@@ -48,6 +48,7 @@ def test_a_half_written_line_of_a_run_under_way_is_left_out(make_run):
         (lambda p: (p / "config.json").unlink(), FileNotFoundError, "holds no config.json"),
         (lambda p: (p / "metrics.jsonl").unlink(), FileNotFoundError, "holds no metrics.jsonl"),
         (lambda p: (p / "config.json").write_text("{"), ValueError, "config.json cannot be read as JSON"),
+        (lambda p: (p / "config.json").write_text('{"a": ' * 100_000), ValueError, "config.json is nested too deeply"),
         (lambda p: (p / "config.json").write_text("[]"), ValueError, "config.json holds a list"),
         (lambda p: (p / "config.json").write_text('{"name": "x"}'), ValueError, "config.json lacks 'seed'"),
         (lambda p: (p / "metrics.jsonl").write_text('{"step"'), ValueError, "no complete line yet"),

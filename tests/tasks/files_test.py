@@ -113,6 +113,7 @@ def test_the_held_out_share_is_disjoint_and_of_the_seed(tmp_path):
     one, again, other = (tasks.load(Block("file", path, eval_prompts=6, seed=seed)) for seed in (0, 0, 1))
     assert one.train == again.train and one.eval == again.eval and set(prompts(one.eval)) != set(prompts(other.eval))
     assert len(one.eval) == 6 and sorted(prompts(one.train + one.eval)) == sorted(prompts(sums(20)))
+    assert prompts(one.eval) == [prompt for prompt in prompts(sums(20)) if prompt in prompts(one.eval)]  # its order
     fewer = tasks.load(Block("file", path, eval_prompts=6, train_prompts=5))
     assert fewer.eval == one.eval and fewer.train == one.train[:5]
     assert fewer.dropped == {"over task.train_prompts": 9}
@@ -127,7 +128,7 @@ def test_a_held_out_file_takes_its_prompts_from_training(tmp_path):
         "in task.eval_path too": 4, "over task.eval_prompts": 1, "over task.train_prompts": 1
     }  # fmt: skip
     everything = tasks.load(Block("file", path, eval_path=eval_path, eval_prompts=0))
-    assert (len(everything.train), len(everything.eval)) == (6, 4)
+    assert len(everything.train) == 6 and prompts(everything.eval) == prompts(sums(4))
 
 
 def test_repeated_prompts_and_bad_golds_are_left_out_and_counted(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from rljax import learner, sharding
 from rljax.models import lora
@@ -58,13 +58,19 @@ def count(model: Model) -> int:
 
 
 def models(config: Config, policy: ModelConfig, actor: ModelConfig | None) -> tuple[Model, Model | None]:
-    """The static halves of the policy, with its adapters, and of the actor."""
+    """The static halves of the policy, with its adapters, and of the actor.
+
+    Their attention is model.attention = "xla", whichever the config names: the kernels take less memory.
+    """
     m = config.model
-    own = Model(policy, remat=m.remat, lora=lora.from_config(config.lora), compute_dtype=m.compute_dtype)
-    return own, None if actor is None else Model(actor, remat=m.remat, compute_dtype=m.compute_dtype)
+    how = {"remat": m.remat, "compute_dtype": m.compute_dtype, "attention_chunk": m.attention_chunk}
+    own = Model(policy, lora=lora.from_config(config.lora), **how)
+    return own, None if actor is None else Model(actor, **how)
 
 
-def state_bytes(config: Config, policy: ModelConfig, mesh: Mesh, actor: ModelConfig | None = None) -> StateBytes:
+def state_bytes(
+    config: Config, policy: ModelConfig, mesh: Mesh | AbstractMesh, actor: ModelConfig | None = None
+) -> StateBytes:
     """What the learners of a run hold on each device of a mesh.
 
     policy, actor: shapes of model.path and actor.path. Raises ValueError where a parameter does not divide over the
@@ -78,7 +84,7 @@ def state_bytes(config: Config, policy: ModelConfig, mesh: Mesh, actor: ModelCon
     return StateBytes(policy=own, actor=other, reference=reference)
 
 
-def learner_bytes(model: Model, options: LearnerOptions, mesh: Mesh, dtype: str) -> LearnerBytes:
+def learner_bytes(model: Model, options: LearnerOptions, mesh: Mesh | AbstractMesh, dtype: str) -> LearnerBytes:
     """What learner.init would hold on each device around parameters of that dtype, and its gradients."""
     params = model.abstract_params(dtype)
     where = sharding.params_shardings(mesh, model.axes(), params)

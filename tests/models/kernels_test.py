@@ -1,0 +1,118 @@
+"""Fused attention kernels against attention.attend's own products: values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from rljax import sharding
+from rljax.models import attention, kernels
+from rljax.models.transformer import Model
+
+P, G, T, S, H, KV, D = 2, 2, 5, 4, 4, 2, 8
+PREFIX, OWN = [4, 2], [[5, 1], [3, 4]]  # real tokens
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    rng = np.random.default_rng(0)
+    shapes = {
+        "q": (P, G, T, H, D), "k": (P, KV, G, T, D), "v": (P, KV, G, T, D),
+        "prefix_k": (P, KV, S, D), "prefix_v": (P, KV, S, D),
+    }  # fmt: skip
+    return {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+
+
+def attended(a, kernel, *, shared=True, window=None, chunk=0):
+    """[P, G, T, H, D], 0 where the row is padding. Without `shared` the rows alone, as in prefill."""
+    prompt = np.array(PREFIX) if shared else np.zeros(P, int)
+    there = np.arange(T) < np.array(OWN)[..., None]
+    positions = prompt[:, None, None] + np.broadcast_to(np.arange(T), (P, G, T))
+    own = attention.Keys(a["k"], a["v"], positions, there)
+    before = np.broadcast_to(np.arange(S), (P, 1, S))
+    prefix = attention.Keys(a["prefix_k"], a["prefix_v"], before, before < prompt[:, None, None])
+    out = attention.attend(a["q"], positions, own, prefix if shared else None, window, chunk, kernel)
+    return jnp.where(there[..., None, None], out, 0)
+
+
+def values_and_gradients(arrays, kernel, **how):
+    def loss(a):
+        out = attended(a, kernel, **how)
+        return jnp.sum(jnp.sin(out) * jnp.arange(1, out.size + 1).reshape(out.shape) / out.size), out
+
+    return jax.jit(jax.grad(loss, has_aux=True))(arrays)
+
+
+def by_xla(q, positions, own, prefix, window):
+    return kernels.dot_product(q, positions, own, prefix, window, "xla")
+
+
+def alone(*args):
+    return kernels.splash(*args, mesh=None)
+
+
+@pytest.mark.parametrize(
+    "kernel, how",
+    [
+        (by_xla, {}),
+        (by_xla, {"shared": False, "window": 2}),
+        (by_xla, {"window": 3, "chunk": 2}),
+        (alone, {}),
+        (alone, {"shared": False}),
+    ],
+)
+def test_values_and_gradients_are_those_of_plain_products(arrays, kernel, how):
+    want, out = values_and_gradients(arrays, None, **how)
+    got, same = values_and_gradients(arrays, kernel, **how)
+    np.testing.assert_allclose(same, out, atol=2e-6)
+    for name, gradient in want.items():
+        if how.get("shared", True) or not name.startswith("prefix"):
+            assert float(jnp.abs(gradient).max()) > 0.01, f"{name} has no gradient; the test says nothing"
+        np.testing.assert_allclose(got[name], gradient, atol=5e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, {"data": 4}, {"tensor": 4}])
+def test_splash_runs_on_each_devices_rows_and_heads(arrays, axes):
+    # Neither 2 prompts over 4 devices nor 2 heads over 4 divide: these stay whole.
+    mesh = sharding.make_mesh(**{"data": 1} | axes, devices=jax.devices()[:4])
+    got = attended(arrays, lambda *args: kernels.splash(*args, mesh=mesh))
+    np.testing.assert_allclose(got, attended(arrays, None), atol=2e-6)
+
+
+def test_splash_refuses_windows(arrays):
+    with pytest.raises(ValueError, match="no sliding windows"):
+        attended(arrays, alone, window=2)
+
+
+def test_cudnn_is_asked_for_cudnn(arrays, monkeypatch):
+    asked = {}
+
+    def record(q, k, v, *, mask, implementation):
+        asked.update(q=q.shape, k=k.shape, mask=mask.shape, by=implementation)
+        return q
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", record)
+    attended(arrays, kernels.cudnn)  # 5 queries and 9 keys a row: both are made even
+    rows = P * G
+    assert asked == {"q": (rows, 6, H, D), "k": (rows, 10, KV, D), "mask": (rows, 1, 6, 10), "by": "cudnn"}
+
+
+def test_a_model_attends_by_the_kernel_it_names(make_config):
+    plain = Model(make_config())
+    params = plain.init(jax.random.key(0))
+    tokens, valid = jnp.arange(12).reshape(2, 1, 6) % 7, np.ones((2, 1, 6), bool)
+    want = plain.extend(params, tokens, valid)
+    splash = Model(make_config(), attention="splash", mesh=sharding.mesh_of(params))
+    np.testing.assert_allclose(splash.extend(params, tokens, valid), want, atol=2e-5)
+    assert isinstance(splash.mesh, Mesh) and "pallas" in str(jax.make_jaxpr(splash.extend)(params, tokens, valid))
+    other = sharding.make_mesh(data=2, devices=jax.devices()[:2])
+    assert splash.on(other).mesh == other and plain.on(other) == plain
+
+
+def test_kernels_by_name():
+    assert kernels.kernel("xla", None) is None and kernels.kernel("cudnn", None) is kernels.cudnn
+    kernels.check("xla", "cpu")
+    kernels.check("cudnn", "gpu")
+    with pytest.raises(ValueError, match="'cudnn' runs on gpu alone.*on tpu"):
+        kernels.check("cudnn", "tpu")
