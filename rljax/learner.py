@@ -109,11 +109,14 @@ def make_step(
     reference: parameters of the KL's frozen policy, or None where loss.kl_coef is 0. key: of OBRS's
     acceptance, the same for every batch (its tokens' coordinates are folded in), or None.
     """
+    mesh = sharding.mesh_of(state.params)
+    actor_model = None if settings.actor_model is None else settings.actor_model.on(mesh)
+    settings = dataclasses.replace(settings, model=settings.model.on(mesh), actor_model=actor_model)
     where = jax.tree.map(lambda leaf: leaf.sharding, dataclasses.replace(state, frozen=None))
     compiled = jax.jit(
         functools.partial(train_step, settings=settings, optimizer=optimizer, actor_optimizer=actor_optimizer),
         donate_argnames="state",
-        out_shardings=(where, sharding.replicated(sharding.mesh_of(state.params))),
+        out_shardings=(where, sharding.replicated(mesh)),
     )
 
     def step(state: LearnerState, batch: TrainBatch, reference, key=None):

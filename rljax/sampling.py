@@ -289,6 +289,7 @@ def generate(
     T = int(np.max(max_new_tokens, initial=1))
     temperatures = np.atleast_1d(np.asarray(temperature, np.float32))
     mesh = sharding.mesh_of(params)
+    model = model.on(mesh)
     shards = sharding.size(mesh, "prompts")
     lanes = -(-max(1, len(prompts)) // shards) * shards if lanes is None else lanes
     if lanes % shards:

@@ -176,6 +176,16 @@ def by_prompt(mesh: Mesh, tree):
     return jax.tree.map(one, tree)
 
 
+def kept_by_prompt(mesh: Mesh | None, x):
+    """x[P, …] inside a program, told to stay split along its prompts; as it is without a mesh, or if P does not divide.
+
+    Untold, the compiler may split activations by features, as the parameters are, and give every device all prompts.
+    """
+    if mesh is None or mesh.size == 1 or x.shape[0] % size(mesh, "prompts"):
+        return x
+    return jax.lax.with_sharding_constraint(x, named(mesh, "prompts", *[None] * (x.ndim - 1)))
+
+
 def size(mesh: Mesh | AbstractMesh, axis: str) -> int:
     """Into how many parts a logical axis is split."""
     return math.prod(mesh.shape[n] for n in RULES[axis])

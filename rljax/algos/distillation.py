@@ -61,9 +61,10 @@ def scan_chunks(f: Callable[[Any], Any], inputs: Any, *, chunk: int) -> Any:
     """f over the leading axis of `inputs`, `chunk` entries at a time: only one chunk's work is alive.
 
     inputs: a pytree of arrays [N, ...]. f: takes that pytree with N = chunk and returns one of [chunk, ...];
-    it must treat entries independently, and may close over parameters, to which gradients flow. The last
-    chunk is padded with zeros. Backward recomputes f a chunk at a time (jax.checkpoint). Returns the pytree
-    of f with leading axis N. Raises ValueError for chunk < 1, no arrays, or unlike leading axes.
+    it must treat entries independently, and may close over parameters, to which gradients flow. A chunk takes every
+    so manieth entry, so that where devices split the entries each computes its own of every chunk; zeros fill the last.
+    Backward recomputes f a chunk at a time (jax.checkpoint). Returns the pytree of f with leading axis N. Raises
+    ValueError for chunk < 1, no arrays, or unlike leading axes.
     """
     sizes = {jnp.shape(x)[0] for x in jax.tree.leaves(inputs)}
     if chunk < 1 or len(sizes) != 1:
@@ -75,14 +76,14 @@ def scan_chunks(f: Callable[[Any], Any], inputs: Any, *, chunk: int) -> Any:
     def split(x):
         x = jnp.asarray(x)
         padded = jnp.pad(x, [(0, number * chunk - size)] + [(0, 0)] * (x.ndim - 1))
-        return padded.reshape(number, chunk, *x.shape[1:])
+        return padded.reshape(chunk, number, *x.shape[1:]).swapaxes(0, 1)
 
     def step(carry, part):
         return carry, f(part)
 
     # Inside scan the barriers that keep checkpoint from being undone are not needed, and would cost copies.
     _, out = lax.scan(jax.checkpoint(step, prevent_cse=False), None, jax.tree.map(split, inputs))
-    return jax.tree.map(lambda y: y.reshape(number * chunk, *y.shape[2:])[:size], out)
+    return jax.tree.map(lambda y: y.swapaxes(0, 1).reshape(number * chunk, *y.shape[2:])[:size], out)
 
 
 def token_kl(

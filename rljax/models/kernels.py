@@ -97,8 +97,8 @@ def splash(q, positions, own: Keys, prefix: Keys | None, window, *, mesh: Mesh |
         run = jax.shard_map(
             run, mesh=mesh, in_specs=(split, split, split, (whole, whole)), out_specs=split, check_vma=False
         )
-    out = run(q, k, v, segments)[:, :, :, :, :T]
-    return out.transpose(0, 1, 4, 2, 3, 5).reshape(P, G, T, H, D)
+    out: Any = run(q, k, v, segments)
+    return out[:, :, :, :, :T].transpose(0, 1, 4, 2, 3, 5).reshape(P, G, T, H, D)
 
 
 def _splash_rows(q, k, v, segments, *, offset: int):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from rljax.models import lora
 from rljax.models.config import ModelConfig
@@ -58,6 +59,9 @@ class Quantized:
     @property
     def config(self) -> ModelConfig:
         return self.model.config
+
+    def on(self, mesh: Mesh) -> Quantized:
+        return Quantized(self.model.on(mesh))
 
     def cache_dtype(self, params):
         return self.model.cache_dtype({"embed": params["embed"].scale})

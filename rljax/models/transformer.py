@@ -136,12 +136,13 @@ class Decoder(nnx.Module):
             self.head = nnx.Param((head * c.hidden_size**-0.5).astype(dtype), axes=("embed", "vocab"))
         self.config = c
 
-    def extend(self, parts: Sequence[Tokens], remat: str, chunk: int, kernel):
+    def extend(self, parts: Sequence[Tokens], remat: str, chunk: int, kernel, mesh: Mesh | None):
         """hidden[P, N, E] of the parts' tokens, part after part, and each layer's keys and values of the first part's.
 
         parts: prompts or rows alone, or prompts [P, 1, S] and then rows [P, G, T] that continue them. Both go through
         a layer together: each of its products is one of all N = S + G · T tokens, and its weights have one gradient.
         """
+        place = functools.partial(sharding.kept_by_prompt, mesh)
         x, cos, sin = self._embed(*(_together(parts, name) for name in ("ids", "positions")))
         graphdef, stacked = nnx.split(self.layers)
         each, same = self._windows()
@@ -150,6 +151,7 @@ class Decoder(nnx.Module):
         def layer(x, xs):
             weights, window = xs
             block = nnx.merge(graphdef, weights)
+            x = place(x)
             qkv = [jnp.split(y, ends[:-1], axis=1) for y in block.qkv(x, cos, sin)]
             out, keys = [], []
             for part, q, k, v in zip(parts, *qkv, strict=True):
@@ -160,18 +162,19 @@ class Decoder(nnx.Module):
                 limit = same if window is None else window
                 attended = attention.attend(q, part.positions, keys[-1], before, limit, chunk, kernel)
                 out.append(attended.reshape(x.shape[0], -1, *attended.shape[3:]))
-            return block.finish(x, jnp.concatenate(out, axis=1)), KV(keys[0].k, keys[0].v)
+            return place(block.finish(x, jnp.concatenate(out, axis=1))), KV(keys[0].k, keys[0].v)
 
-        x, kv = jax.lax.scan(REMAT[remat](layer), x, (stacked, each))
+        x, kv = jax.lax.scan(REMAT[remat](layer), place(x), (stacked, each))
         return rms_norm(x, self.norm[...], self.config.norm_eps), kv
 
-    def decode(self, tokens, positions, index, prefix: Prefix, cache: KV, column):
+    def decode(self, tokens, positions, index, prefix: Prefix, cache: KV, column, mesh: Mesh | None):
         """One token a row; its key and value go into `column` of the cache, in place inside a loop.
 
         The cache is a ring of C columns that all rows write at the same place, so a write is one slice and a
         row may start at any time: column c was written (column - c) mod C steps ago, and belongs to the row
         if it has lived that long. index: int32[P, G], the row's steps before this one (at most C - 1).
         """
+        place = functools.partial(sharding.kept_by_prompt, mesh)
         x, cos, sin = self._embed(tokens[..., None], positions[..., None])
         age = (column - jnp.arange(cache.k.shape[4])) % cache.k.shape[4]
         key_positions = positions[..., None] - age
@@ -194,9 +197,9 @@ class Decoder(nnx.Module):
             own = attention.Keys(own.k, own.v, key_positions, age <= index[..., None])
             window = same if window is None else window
             out = attention.attend(q, positions[..., None], own, prefix.keys(shared), window)
-            return block.finish(x, out), cache
+            return place(block.finish(x, out)), cache
 
-        x, cache = jax.lax.fori_loop(0, self.config.num_layers, layer, (x, cache))
+        x, cache = jax.lax.fori_loop(0, self.config.num_layers, layer, (place(x), cache))
         return rms_norm(x[..., 0, :], self.norm[...], self.config.norm_eps), cache
 
     def unembed(self, hidden):
@@ -262,7 +265,8 @@ class Model:
     remat: what the backward pass recomputes, a key of REMAT. lora: adapters beside its projections.
     attention_chunk: tokens of a row whose attention scores are alive at once; 0 is all.
     compute_dtype: of products and caches; "" is the parameters' own. Norms, rotary embeddings, softmax and logits
-    are float32 always. attention: of prefill and learning, a name of kernels.kernel. mesh: that "splash" is split over.
+    are float32 always. attention: of prefill and learning, a name of kernels.kernel. mesh: of the devices
+    that compute; None leaves the split of activations to the compiler.
     """
 
     config: ModelConfig
@@ -274,8 +278,8 @@ class Model:
     mesh: Mesh | None = None
 
     def on(self, mesh: Mesh) -> Model:
-        """The model for parameters on another mesh."""
-        return self if self.mesh is None else dataclasses.replace(self, mesh=mesh)
+        """The model for parameters on this mesh."""
+        return self if self.mesh == mesh else dataclasses.replace(self, mesh=mesh)
 
     def init(self, key, dtype="float32"):
         """Random parameters: a nested dict of arrays."""
@@ -318,15 +322,15 @@ class Model:
 
     def decode(self, params, tokens, positions, index, prefix: Prefix, cache: KV, column):
         """hidden[P, G, E] of one more token a row, and the cache with it; see Decoder.decode."""
-        return self._decoder(params).decode(tokens, positions, index, prefix, cache, column)
+        return self._decoder(params).decode(tokens, positions, index, prefix, cache, column, self.mesh)
 
     def unembed(self, params, hidden):
         """float32 logits[..., V]."""
         return self._decoder(params).unembed(hidden)
 
     def _how(self):
-        """(remat, chunk, kernel) of Decoder.extend."""
-        return self.remat, self.attention_chunk, kernels.kernel(self.attention, self.mesh)
+        """(remat, chunk, kernel, mesh) of Decoder.extend."""
+        return self.remat, self.attention_chunk, kernels.kernel(self.attention, self.mesh), self.mesh
 
     def _decoder(self, params) -> Decoder:
         return nnx.merge(_abstract(self.config, self.lora, "float32")[0], self.cast(params))

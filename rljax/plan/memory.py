@@ -7,13 +7,18 @@ A walk over the operations in their order, with these rules:
     transposes, …                                 fused into it); else one. What is costly (exp, …) and read several
                                                   times is an array too, computed once.
     reshapes                                      make none: another view
-    loops, writes, elementwise operations         take the place of an operand of equal size that nothing reads later
+    loops, branches, writes, elementwise ones     take the place of an operand of equal size that nothing reads later
     slices and outputs of a scan's body           are read from and written to the stacked arrays, where fusion allows
     products that are only written out,           are made last, as compilers do: what they multiply stays until then
     as weights' gradients are
     a loop                                        adds what the peak of its body is
+    a branch                                      adds the larger peak of its two; its results go where the caller has
+                                                  a place for them, and its operands' places are free if theirs are
 
-What a compiler adds on top is not counted: padding to tiles, copies between layouts, buffers of collectives.
+So an optimizer holds gradients alone: each leaf's chain of operations is fused and writes over moments and parameters.
+Passes that do not depend on each other (policy's and actor's) are taken in the order of the program, as a compiler does
+that orders for memory. What a compiler adds on top is not counted: padding to tiles, copies between layouts, buffers of
+collectives.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ COSTLY = frozenset("cos div erf exp exp2 expm1 log log1p logistic pow rsqrt sin 
 REDUCTIONS = frozenset("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split())
 FUSED = ELEMENTWISE | MOVING | VIEWS
 # Beside elementwise operations, what may write over an operand.
-IN_PLACE = frozenset("cumsum dynamic_update_slice scan scatter scatter-add sort while".split())
+IN_PLACE = frozenset("cond cumsum dynamic_update_slice scan scatter scatter-add sort while".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +116,8 @@ class _Walk:
         for i, op in enumerate(self.operations):
             ends = [array for array in ending[i] if array in alive]
             if self._is_array(i):
-                inner = max((_inner(op, body) for body in op.bodies), key=lambda p: p.bytes, default=NOTHING)
+                over = [array is not None and self.sources(array) <= set(ends) for array in op.ins]
+                inner = max((_inner(op, body, over) for body in op.bodies), key=lambda p: p.bytes, default=NOTHING)
                 for result, place in _in_place(op, ends).items():
                     alive[result] = alive.pop(place)
                     ends.remove(place)
@@ -174,7 +180,11 @@ def _in_place(op: Operation, ending: list[Array]) -> dict[Array, Array]:
     return found
 
 
-def _inner(op: Operation, body: Program) -> Peak:
+def _inner(op: Operation, body: Program, over: list[bool]) -> Peak:
+    """over: which operands are read here for the last time."""
+    if op.name == "cond":  # the first operand chooses the branch
+        free = frozenset(array for array, last in zip(body.args, over[1:], strict=True) if last)
+        return _Walk(body, overwritable=free, written=frozenset(range(len(body.outs)))).peak()
     if op.name != "scan":
         carried = body.args[-len(body.outs) :] if op.name == "while" else ()
         return _Walk(body, overwritable=frozenset(carried)).peak()

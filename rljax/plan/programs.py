@@ -64,7 +64,7 @@ class Local:
             actor=c.actor,
             actor_model=self.actor,
             temperature=c.rollout.temperature,
-            token_chunk=c.model.token_chunk,
+            token_chunk=-(-c.model.token_chunk // sharding.size(self.mesh, "prompts")),  # of all devices
             max_length=c.rollout.max_new_tokens,
             micro_batches=c.learner.micro_batches,
             minibatches=c.learner.minibatches,

@@ -42,6 +42,41 @@ def test_a_donated_argument_is_written_over():
     assert peak(update, W, W, donated=[0]) == 1 * KIB
 
 
+def test_a_chain_of_elementwise_operations_holds_its_inputs_and_outputs_alone():
+    """As an optimizer's: moments and parameters of each leaf are written over, whatever is between them."""
+
+    def update(state, gradients):
+        factor = 1 / jnp.sqrt(sum(jnp.sum(g * g) for g in gradients))
+        mu = [0.9 * m + 0.1 * g * factor for (m, _), g in zip(state, gradients, strict=True)]
+        return [(m, w - m / (jnp.sqrt(m * m) + 1e-8)) for m, (_, w) in zip(mu, state, strict=True)]
+
+    state = [(W, W), (STACK, STACK)]
+    assert peak(update, state, [W, STACK], donated=range(4)) < 64  # the factor, and what it is computed from
+
+
+def test_a_branch_holds_its_peak_and_writes_over_what_ends_there():
+    def update(state, gradient):
+        change = gradient @ gradient
+        return jax.lax.cond(jnp.sum(gradient) > 0, lambda s, g: s - 0.1 * g, lambda s, g: s, state, change)
+
+    assert peak(update, W, W, donated=[0]) <= 1 * KIB + 8  # the change, and what chooses
+    assert peak(update, W, W) <= 1 * KIB + 8  # the result takes the change's place
+
+    def inside(state, gradient):
+        def product(s, g):
+            return s - (g @ g) @ g
+
+        return jax.lax.cond(jnp.sum(gradient) > 0, product, lambda s, g: s + g, state, gradient)
+
+    assert 2 * KIB <= peak(inside, W, W, donated=[0]) <= 2 * KIB + 8  # of the larger branch: both products
+
+    def read_again(state, gradient):
+        return jnp.sum(update(state, gradient) @ state)
+
+    # What is read after the branch is not written over: the result, in the change's place, and the product.
+    assert 2 * KIB <= peak(read_again, W, W, donated=[0]) <= 2 * KIB + 8
+
+
 def test_a_loop_adds_its_bodys_peak_once():
     def forward(x, ws):
         return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0]
