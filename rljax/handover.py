@@ -40,7 +40,7 @@ def make(model: Model, dtype: str, learner: LearnerState, mesh: Mesh, *, copied:
 
     Raises ValueError, with the parameter's name, where one does not divide over the mesh.
     """
-    own, model = _maker(learner), model.on(mesh)
+    own = _maker(learner)
     if sharding.mesh_of(own.params) == mesh and not copied:
         return Handover(model=model, dtype=dtype, where=None, frozen=own.frozen)
     where, others = lora.split(sharding.params_shardings(mesh, model.axes(), lora.whole(own)))

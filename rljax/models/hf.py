@@ -112,7 +112,7 @@ def load(
     config = read_config(folder)
     mesh = sharding.single_device_mesh() if mesh is None else mesh
     how = {"remat": remat, "compute_dtype": compute_dtype, "attention_chunk": attention_chunk, "attention": attention}
-    model = Model(config, **how, mesh=mesh)
+    model = Model(config, **how)
     with weights.Reader(folder) as tensors:
         tensors.check(_largest(model.config), whole=False)
         abstract, axes = model.abstract_params(dtype), model.axes()
