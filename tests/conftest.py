@@ -135,8 +135,8 @@ def random_model():
 class Softmax:
     """Logits are the parameter z itself, at every position; a model by the methods that the learner calls."""
 
-    def prefill(self, params, tokens, valid):
-        return None
+    def on(self, mesh):
+        return self
 
     def extend(self, params, tokens, valid, prefix):
         return jnp.zeros((*tokens.shape, 1))
