@@ -116,7 +116,7 @@ def read_saved(file: pathlib.Path) -> dict:
         raise ConfigError(f"{file} cannot be read as JSON ({error}); name another run folder") from error
     if not isinstance(saved, dict) or not {"rollout", "budget"} <= saved.keys():
         raise ConfigError(f"{file} is not the config of a run; name another run folder")
-    huge = [key for key, value in values.items() if isinstance(value, int) and value.bit_length() > 63]
+    huge = [key for key, value in values.items() if _beyond_64_bits(value)]
     if huge:
         raise ConfigError(f"{file}: {huge[0]} is a number of more than 64 bits; correct it, or name another run folder")
     return saved
@@ -179,12 +179,16 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str = ""):
     })  # fmt: skip
 
 
+def _beyond_64_bits(value: Any) -> bool:
+    return isinstance(value, int) and value.bit_length() > 63
+
+
 def _checked(key: str, value: Any) -> Any:
     """The value with its key's type, or ConfigError. int serves as float; bool never serves as a number."""
     spec = KEYS[key]
     if value is None and spec.optional:
         return None
-    if isinstance(value, int) and value.bit_length() > 63:
+    if _beyond_64_bits(value):
         raise ConfigError(f"{key} is a number of more than 64 bits; give a smaller one")
     if spec.type is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)

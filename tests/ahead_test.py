@@ -130,23 +130,8 @@ def play(config, folder, watched=None, raises=None):
     return watched
 
 
-def timeless(tree):
-    """Without what the clock decides."""
-    if isinstance(tree, list):
-        return [timeless(item) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    return {k: timeless(v) for k, v in tree.items() if not k.startswith("time/") and not k.endswith(("_s", "_per_s"))}
-
-
 def lines(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
-def left(folder):
-    """What a run left, but for times; all of it exact."""
-    files = {p.relative_to(folder).as_posix(): timeless(lines(p.parent, p.name)) for p in folder.rglob("*.jsonl")}
-    return files, timeless(json.loads((folder / "summary.json").read_text()))
 
 
 def weights(folder):
@@ -197,7 +182,7 @@ def test_a_steps_metrics_tell_its_staleness_and_its_times(stale):
 
 
 @pytest.mark.slow
-def test_a_killed_run_makes_the_same_rollouts_again(stale, run_config, tmp_path):
+def test_a_killed_run_makes_the_same_rollouts_again(stale, left, run_config, tmp_path):
     """Killed in step 3, it goes on from step 2's checkpoint, which has the weights that step 3's rollouts are of."""
     folder, config = tmp_path / "run", run_config(SHORT | APART | STALE)
     play(config, folder, Watched(kill=2), raises=Killed)
@@ -228,7 +213,7 @@ def whole(run_config, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOLD)
-def test_told_anywhere_a_run_goes_on_bit_for_bit(whole, run_config, tmp_path, name):
+def test_told_anywhere_a_run_goes_on_bit_for_bit(whole, left, run_config, tmp_path, name):
     place, step, saved = TOLD[name]
     folder, config = tmp_path / "run", run_config(SHORT | CERO | APART | STALE)
     play(config, folder, Watched(told=(place, step), evaluated=True), raises=preemption.Preempted)
@@ -254,7 +239,7 @@ def test_what_the_thread_raises_ends_the_run(run_config, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_learning_stale_rollouts_are_fresh_ones(run_config, tmp_path):
+def test_without_learning_stale_rollouts_are_fresh_ones(left, run_config, tmp_path):
     runs, changes = {}, STALE | {"learner.learning_rate": 0.0, "task.shuffle_rewards": True, "rollout.max_rounds": 2}
     for staleness in (0, 1):
         folder = tmp_path / str(staleness)
@@ -274,7 +259,7 @@ def test_without_learning_stale_rollouts_are_fresh_ones(run_config, tmp_path):
     ],
     ids=["another model", "int8 with adapters"],
 )
-def test_the_actor_too_is_handed_over(run_config, actor_checkpoint, tmp_path, changes):
+def test_the_actor_too_is_handed_over(left, run_config, actor_checkpoint, tmp_path, changes):
     """Its rollouts are of the actor's own weights; on one device the same run, here made by the same rule."""
     changes = {key: actor_checkpoint if value is None else value for key, value in changes.items()}
     folders = []

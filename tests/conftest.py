@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, and what several files share: tiny models, a task, a config."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import shutil
@@ -255,3 +256,26 @@ def run_config(tiny_checkpoint, tiny_tasks):
         return config_lib.resolve(config)
 
     return make
+
+
+def _timeless(tree):
+    """Without what the clock decides."""
+    if isinstance(tree, list):
+        return [_timeless(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {k: _timeless(v) for k, v in tree.items() if not k.startswith("time/") and not k.endswith(("_s", "_per_s"))}
+
+
+@pytest.fixture(scope="session")
+def left():
+    """left(folder): what a run left, but for times: its lines, completions and summary, all of it exact."""
+
+    def read(folder):
+        lines = {
+            path.relative_to(folder).as_posix(): [_timeless(json.loads(line)) for line in path.read_text().splitlines()]
+            for path in sorted(folder.rglob("*.jsonl"))
+        }
+        return lines, _timeless(json.loads((folder / "summary.json").read_text()))
+
+    return read

@@ -14,7 +14,6 @@ from rljax import learner, sampling
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Model
 from rljax.objectives import Settings
-from rljax.slots import Refill
 from rljax.types import LearnerState, TrainBatch
 
 pytestmark = pytest.mark.slow
@@ -106,15 +105,9 @@ def test_decoding_holds_one_token_of_logits_a_row():
     shape = sampling.Shape(
         lanes=lanes, slots=slots, prompt_tokens=S, columns=T, segment=32, stop_ids=(0,), top_logprobs=20
     )
-    pool = jax.eval_shape(functools.partial(sampling._new_pool, model, jnp.float32, shape))
-    grid = (lanes, slots)
-    refill = Refill(
-        start=jax.ShapeDtypeStruct(grid, bool), sample=ints(*grid), limit=ints(*grid), temperature=floats(*grid)
-    )
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    compiled = sampling._decode_segment.lower(
-        model.abstract_params(), pool, refill, key, model=model, shape=shape
-    ).compile()
+    params = model.abstract_params()
+    pool = sampling.abstract_pool(model, params, shape)
+    compiled = sampling.trace_decode(model, params, shape).lower().compile()
     memory = compiled.memory_analysis()
     caches = sum(np.prod(x.shape) * 4 for x in pool.cache)
     assert memory.alias_size_in_bytes >= caches  # donated, and written in place

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import dataclasses
 import io
-import json
 import os
 import pathlib
 import re
@@ -175,24 +174,6 @@ def play(config, folder):
     return said.getvalue()
 
 
-def timeless(tree):
-    """Without what the clock decides."""
-    if isinstance(tree, list):
-        return [timeless(item) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    return {k: timeless(v) for k, v in tree.items() if not k.startswith("time/") and not k.endswith(("_s", "_per_s"))}
-
-
-def left(folder):
-    """What a run left, but for times: its lines, summary, completions and trained parameters, all of them exact."""
-    lines = {
-        path.relative_to(folder).as_posix(): [timeless(json.loads(line)) for line in path.read_text().splitlines()]
-        for path in sorted(folder.rglob("*.jsonl"))
-    }
-    return lines, timeless(json.loads((folder / "summary.json").read_text()))
-
-
 @pytest.fixture(scope="module")
 def straight(run_config, tmp_path_factory, few_devices):
     folder = tmp_path_factory.mktemp("straight") / "run"
@@ -215,7 +196,7 @@ PLACES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
-def test_told_anywhere_a_run_goes_on_bit_for_bit(straight, run_config, tmp_path, name):
+def test_told_anywhere_a_run_goes_on_bit_for_bit(straight, left, run_config, tmp_path, name):
     place, step, saved = PLACES[name]
     folder, config = tmp_path / "run", run_config(CHANGES)
     with Told(place, step).running(), pytest.raises(preemption.Preempted) as told:
@@ -231,7 +212,7 @@ def test_told_anywhere_a_run_goes_on_bit_for_bit(straight, run_config, tmp_path,
 
 
 @pytest.mark.slow
-def test_told_twice_in_one_evaluation_nothing_is_lost(straight, run_config, tmp_path):
+def test_told_twice_in_one_evaluation_nothing_is_lost(straight, left, run_config, tmp_path):
     folder, config = tmp_path / "run", run_config(CHANGES)
     for nth in (1, 2):
         with Told("evaluation", 2, nth).running(), pytest.raises(preemption.Preempted, match="step 2 is saved"):
@@ -264,7 +245,7 @@ def start(folder):
 
 
 @pytest.mark.slow
-def test_a_process_group_that_is_told_again_and_again_leaves_what_an_untold_run_leaves(tmp_path):
+def test_a_process_group_that_is_told_again_and_again_leaves_what_an_untold_run_leaves(left, tmp_path):
     """SIGTERM to the group of the run's process, as SLURM sends it; the grading processes live on to end the step."""
     process = start(tmp_path / "straight")
     assert process.wait(600) == 0

@@ -151,7 +151,6 @@ class Decoder(nnx.Module):
         def layer(x, xs):
             weights, window = xs
             block = nnx.merge(graphdef, weights)
-            x = place(x)
             qkv = [jnp.split(y, ends[:-1], axis=1) for y in block.qkv(x, cos, sin)]
             out, keys = [], []
             for part, q, k, v in zip(parts, *qkv, strict=True):

@@ -13,23 +13,13 @@ OWN = [[4, 2, 1], [3, 4, 1]]  # real tokens of each row
 
 
 @pytest.fixture(scope="module")
-def arrays():
-    rng = np.random.default_rng(0)
-    shapes = {
-        "q": (P, G, T, H, D), "k": (P, KV, G, T, D), "v": (P, KV, G, T, D),
-        "prefix_k": (P, KV, S, D), "prefix_v": (P, KV, S, D),
-    }  # fmt: skip
-    return {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+def case(make_attention):
+    return make_attention(prefix=PREFIX, own=OWN, T=T, S=S, H=H, KV=KV, D=D)
 
 
-def shared(a, window, chunk=0):
-    """attend() with lengths as validity; padding on the right of the prompts and of the rows."""
-    prompt, own = np.array(PREFIX), np.array(OWN)
-    positions = prompt[:, None, None] + np.broadcast_to(np.arange(T), (P, G, T))
-    own_keys = attention.Keys(a["k"], a["v"], positions, np.arange(T) < own[..., None])
-    before = np.broadcast_to(np.arange(S), (P, 1, S))
-    prefix = attention.Keys(a["prefix_k"], a["prefix_v"], before, before < prompt[:, None, None])
-    return attention.attend(a["q"], positions, own_keys, prefix, window, chunk)
+@pytest.fixture(scope="module")
+def arrays(case):
+    return case.arrays()
 
 
 def plain(a, window):
@@ -60,7 +50,7 @@ def real_rows(out):
 
 
 @pytest.mark.parametrize("window, chunk", [(None, 0), (3, 0), (None, 3), (3, 3), (None, 1)])
-def test_output_and_gradients_equal_plain_attention(arrays, window, chunk):
+def test_output_and_gradients_equal_plain_attention(case, arrays, window, chunk):
     def gradient(rows_of):
         """(gradients, rows)"""
 
@@ -70,7 +60,7 @@ def test_output_and_gradients_equal_plain_attention(arrays, window, chunk):
 
         return jax.jit(jax.grad(loss, has_aux=True))(arrays)
 
-    got, rows = gradient(lambda a: real_rows(shared(a, window, chunk)))
+    got, rows = gradient(lambda a: real_rows(case.attend(a, window=window, chunk=chunk)))
     want, plain_rows = gradient(lambda a: plain(a, window))
     for key, row in plain_rows.items():
         np.testing.assert_allclose(rows[key], row, atol=2e-6, err_msg=str(key))
@@ -79,14 +69,14 @@ def test_output_and_gradients_equal_plain_attention(arrays, window, chunk):
         np.testing.assert_allclose(got[name], want[name], atol=5e-6, err_msg=name)
 
 
-def test_padding_keys_change_nothing(arrays):
-    base = shared(arrays, None)
+def test_padding_keys_change_nothing(case, arrays):
+    base = case.attend(arrays)
     spoilt = dict(arrays)
     spoilt["prefix_k"] = arrays["prefix_k"].at[1, :, PREFIX[1] :].set(1e4)
     spoilt["prefix_v"] = arrays["prefix_v"].at[1, :, PREFIX[1] :].set(-1e4)
     spoilt["k"] = arrays["k"].at[0, :, 1, OWN[0][1] :].set(1e4)
     spoilt["v"] = arrays["v"].at[0, :, 1, OWN[0][1] :].set(1e4)
-    for key, row in real_rows(shared(spoilt, None)).items():
+    for key, row in real_rows(case.attend(spoilt)).items():
         np.testing.assert_array_equal(row, real_rows(base)[key])
 
 

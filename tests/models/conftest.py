@@ -1,11 +1,14 @@
 """An independent decoder to compare with: whole rows, without prefix, cache or grouped heads."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from rljax.models import attention
 
 
 def _row_logits(c, params, ids):
@@ -71,3 +74,39 @@ def random_params():
         return jax.tree_util.tree_map_with_path(one, model.abstract_params(dtype))
 
     return make
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """P prompts and G rows each, padded on the right. prefix: real tokens of each prompt; own: of each row."""
+
+    prefix: list
+    own: list
+    T: int
+    S: int
+    H: int = 4
+    KV: int = 2
+    D: int = 8
+
+    def arrays(self):
+        (P, G), T, KV, D = np.shape(self.own), self.T, self.KV, self.D
+        rng = np.random.default_rng(0)
+        shapes = {
+            "q": (P, G, T, self.H, D), "k": (P, KV, G, T, D), "v": (P, KV, G, T, D),
+            "prefix_k": (P, KV, self.S, D), "prefix_v": (P, KV, self.S, D),
+        }  # fmt: skip
+        return {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+
+    def attend(self, a, *, shared=True, window=None, chunk=0, kernel=None):
+        """attention.attend [P, G, T, H, D] of such arrays. Without `shared` the rows alone, as in prefill."""
+        own, prompt = np.array(self.own), np.array(self.prefix) if shared else np.zeros(len(self.prefix), int)
+        positions = prompt[:, None, None] + np.broadcast_to(np.arange(self.T), (*own.shape, self.T))
+        own_keys = attention.Keys(a["k"], a["v"], positions, np.arange(self.T) < own[..., None])
+        before = np.broadcast_to(np.arange(self.S), (len(prompt), 1, self.S))
+        prefix = attention.Keys(a["prefix_k"], a["prefix_v"], before, before < prompt[:, None, None])
+        return attention.attend(a["q"], positions, own_keys, prefix if shared else None, window, chunk, kernel)
+
+
+@pytest.fixture(scope="session")
+def make_attention():
+    return Attention

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 from rljax import sharding
-from rljax.models import attention, kernels
+from rljax.models import kernels
 from rljax.models.transformer import Model
 
 P, G, T, S, H, KV, D = 2, 2, 5, 4, 4, 2, 8
@@ -15,28 +15,27 @@ PREFIX, OWN = [4, 2], [[5, 1], [3, 4]]  # real tokens
 
 
 @pytest.fixture(scope="module")
-def arrays():
-    rng = np.random.default_rng(0)
-    shapes = {
-        "q": (P, G, T, H, D), "k": (P, KV, G, T, D), "v": (P, KV, G, T, D),
-        "prefix_k": (P, KV, S, D), "prefix_v": (P, KV, S, D),
-    }  # fmt: skip
-    return {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+def case(make_attention):
+    return make_attention(prefix=PREFIX, own=OWN, T=T, S=S, H=H, KV=KV, D=D)
 
 
-def attended(a, kernel, *, shared=True, window=None, chunk=0):
-    """[P, G, T, H, D], 0 where the row is padding. Without `shared` the rows alone, as in prefill."""
-    prompt = np.array(PREFIX) if shared else np.zeros(P, int)
-    there = np.arange(T) < np.array(OWN)[..., None]
-    positions = prompt[:, None, None] + np.broadcast_to(np.arange(T), (P, G, T))
-    own = attention.Keys(a["k"], a["v"], positions, there)
-    before = np.broadcast_to(np.arange(S), (P, 1, S))
-    prefix = attention.Keys(a["prefix_k"], a["prefix_v"], before, before < prompt[:, None, None])
-    out = attention.attend(a["q"], positions, own, prefix if shared else None, window, chunk, kernel)
-    return jnp.where(there[..., None, None], out, 0)
+@pytest.fixture(scope="module")
+def attended(case):
+    """attended(arrays, kernel, …): [P, G, T, H, D], 0 where the row is padding."""
+
+    def attend(a, kernel, **how):
+        there = np.arange(T) < np.array(OWN)[..., None]
+        return jnp.where(there[..., None, None], case.attend(a, kernel=kernel, **how), 0)
+
+    return attend
 
 
-def values_and_gradients(arrays, kernel, **how):
+@pytest.fixture(scope="module")
+def arrays(case):
+    return case.arrays()
+
+
+def values_and_gradients(attended, arrays, kernel, **how):
     def loss(a):
         out = attended(a, kernel, **how)
         return jnp.sum(jnp.sin(out) * jnp.arange(1, out.size + 1).reshape(out.shape) / out.size), out
@@ -62,9 +61,9 @@ def alone(*args):
         (alone, {"shared": False}),
     ],
 )
-def test_values_and_gradients_are_those_of_plain_products(arrays, kernel, how):
-    want, out = values_and_gradients(arrays, None, **how)
-    got, same = values_and_gradients(arrays, kernel, **how)
+def test_values_and_gradients_are_those_of_plain_products(attended, arrays, kernel, how):
+    want, out = values_and_gradients(attended, arrays, None, **how)
+    got, same = values_and_gradients(attended, arrays, kernel, **how)
     np.testing.assert_allclose(same, out, atol=2e-6)
     for name, gradient in want.items():
         if how.get("shared", True) or not name.startswith("prefix"):
@@ -73,19 +72,19 @@ def test_values_and_gradients_are_those_of_plain_products(arrays, kernel, how):
 
 
 @pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, {"data": 4}, {"tensor": 4}])
-def test_splash_runs_on_each_devices_rows_and_heads(arrays, axes):
+def test_splash_runs_on_each_devices_rows_and_heads(attended, arrays, axes):
     # Neither 2 prompts over 4 devices nor 2 heads over 4 divide: these stay whole.
     mesh = sharding.make_mesh(**{"data": 1} | axes, devices=jax.devices()[:4])
     got = attended(arrays, lambda *args: kernels.splash(*args, mesh=mesh))
     np.testing.assert_allclose(got, attended(arrays, None), atol=2e-6)
 
 
-def test_splash_refuses_windows(arrays):
+def test_splash_refuses_windows(attended, arrays):
     with pytest.raises(ValueError, match="no sliding windows"):
         attended(arrays, alone, window=2)
 
 
-def test_cudnn_is_asked_for_cudnn(arrays, monkeypatch):
+def test_cudnn_is_asked_for_cudnn(attended, arrays, monkeypatch):
     asked = {}
 
     def record(q, k, v, *, mask, implementation):
